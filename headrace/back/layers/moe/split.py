@@ -52,6 +52,16 @@ class ExpertSizes:
         """The inner values of an expert, where the ranks share these."""
         return Part("expert's inner values", self.inner, self.inner)
 
+    @property
+    def pairs(self) -> Part:
+        """The same of a gate and an up in turn."""
+        return Part("expert's inner values", 2 * self.inner, self.inner)
+
+    def over(self, dim: int, *parts: Part) -> Shard | None:
+        """The split of a tensor with the experts in dimension 0 and `parts` (one `part`, if none
+        are given) in `dim`."""
+        return self.split(Shard(axis="tp", dim=dim, parts=parts or (self.part,)))
+
     def split(self, over_inner: Shard | None, *, rows: int = 1) -> Shard | None:
         """The split of a tensor: `over_inner` where inner values are shared; else whole experts,
         which are `rows` indices each of dimension 0."""

@@ -9,10 +9,17 @@ from dataclasses import dataclass
 import torch
 
 from headrace.back.layers.moe.split import ExpertSizes
-from headrace.back.layers.moe.weights import Biases, ExpertWeights, LoadedExperts
+from headrace.back.layers.moe.weights import (
+    Biases,
+    ExpertWeights,
+    LoadedExperts,
+    Unbiased,
+    gates_first,
+    turned,
+)
 from headrace.back.layers.scope import Scope
 from headrace.back.parallel.param import Param, WeightPiece
-from headrace.back.parallel.shard import Part, Shard
+from headrace.back.parallel.shard import Shard
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,29 +34,18 @@ class FlatExperts:
 
     def params(self, scope: Scope, sizes: ExpertSizes) -> LoadedExperts:
         """See ExpertLayout."""
-        return _Stacked(scope, sizes, self)
-
-
-class _Stacked:
-    matrices = None
-
-    def biases(self) -> Biases:
-        """See LoadedExperts."""
-        return None, None
-
-    def __init__(self, scope: Scope, sizes: ExpertSizes, names: FlatExperts) -> None:
-        self._sizes, self._local = sizes, sizes.local(scope.mesh)
         shape, rows = (sizes.experts * sizes.inner, sizes.width), _rows(sizes)
-        self._gate = scope.param(names.gate, shape, shard=rows)
-        self._up = scope.param(names.up, shape, shard=rows)
-        self._down = scope.param(names.down, shape, shard=rows)
+        gate = scope.param(self.gate, shape, shard=rows)
+        up = scope.param(self.up, shape, shard=rows)
+        down = scope.param(self.down, shape, shard=rows)
+        local = sizes.local(scope.mesh)
+        each = (local.experts, local.inner, sizes.width)
 
-    def take(self) -> ExpertWeights:
-        """See LoadedExperts."""
-        each = (self._local.experts, self._local.inner, self._sizes.width)
-        gate_XIE, up_XIE = self._gate.take().view(each), self._up.take().view(each)
-        down_XEI = self._down.take().view(each).transpose(1, 2).contiguous()
-        return ExpertWeights(up_XIE=torch.cat((gate_XIE, up_XIE), dim=1), down_XEI=down_XEI)
+        def arranged() -> tuple[torch.Tensor, torch.Tensor]:
+            up_XIE = torch.cat([one.take().view(each) for one in (gate, up)], dim=1)
+            return up_XIE, turned(down.take().view(each))
+
+        return Unbiased(arranged)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,31 +59,11 @@ class PairedExperts:
 
     def params(self, scope: Scope, sizes: ExpertSizes) -> LoadedExperts:
         """See ExpertLayout."""
-        return _Paired(scope, sizes, self)
-
-
-class _Paired:
-    matrices = None
-
-    def biases(self) -> Biases:
-        """See LoadedExperts."""
-        return None, None
-
-    def __init__(self, scope: Scope, sizes: ExpertSizes, names: PairedExperts) -> None:
         count, width, inner = sizes.experts, sizes.width, sizes.inner
-        pairs = Part("expert's inner values", 2 * inner, inner)
-        rows, columns = (
-            sizes.split(Shard(axis="tp", dim=dim, parts=(part,)))
-            for dim, part in ((1, pairs), (2, sizes.part))
-        )
-        self._up = scope.param(names.up, (count, 2 * inner, width), shard=rows)
-        self._down = scope.param(names.down, (count, width, inner), shard=columns)
-
-    def take(self) -> ExpertWeights:
-        """See LoadedExperts."""
-        up_XIE = self._up.take()
-        up_XIE = torch.cat((up_XIE[:, 0::2], up_XIE[:, 1::2]), dim=1)
-        return ExpertWeights(up_XIE=up_XIE, down_XEI=self._down.take())
+        rows = sizes.over(1, sizes.pairs)
+        up = scope.param(self.up, (count, 2 * inner, width), shard=rows)
+        down = scope.param(self.down, (count, width, inner), shard=sizes.over(2))
+        return Unbiased(lambda: (gates_first(up.take()), down.take()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,8 +133,7 @@ class _FlatUngated(_UngatedBiases):
     def take(self) -> ExpertWeights:
         """See LoadedExperts."""
         each = (self._local.experts, self._local.inner, self._sizes.width)
-        down_XEI = self._down.take().view(each).transpose(1, 2).contiguous()
-        return self.weights(self._up.take().view(each), down_XEI)
+        return self.weights(self._up.take().view(each), turned(self._down.take().view(each)))
 
 
 class _Ungated(_UngatedBiases):

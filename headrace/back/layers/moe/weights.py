@@ -6,6 +6,7 @@ X experts, E hidden size, I inner size; what of them a rank holds, split.py says
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,7 +15,7 @@ import torch
 from headrace.back.layers.moe.split import ExpertSizes
 from headrace.back.layers.scope import Scope
 from headrace.back.parallel.param import Param, WeightPiece
-from headrace.back.parallel.shard import Part, Shard
+from headrace.back.parallel.shard import Shard
 from headrace.back.quant.experts import MatricesOf
 
 
@@ -45,6 +46,24 @@ class LoadedExperts(Protocol):
     def matrices(self) -> tuple[MatricesOf, ...] | None:
         """Where the matrices lie; None: in a way that no packed weights are filled from."""
         ...
+
+
+@dataclass(frozen=True)
+class Unbiased:
+    """Experts without biases, of which `arranged` makes [X, 2I, E] and [X, E, I]; no packed weights
+    are filled from their parameters."""
+
+    arranged: Callable[[], tuple[torch.Tensor, torch.Tensor]]
+    matrices = None
+
+    def biases(self) -> Biases:
+        """See LoadedExperts."""
+        return None, None
+
+    def take(self) -> ExpertWeights:
+        """See LoadedExperts."""
+        up_XIE, down_XEI = self.arranged()
+        return ExpertWeights(up_XIE=up_XIE, down_XEI=down_XEI)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +166,7 @@ class _Separate:
         self._biases: tuple[Param, Param, Param] | None = None
         if biases is not None:
             gate, up_name, down_name = biases
-            each = sizes.split(Shard(axis="tp", dim=1, parts=(sizes.part,)))
+            each = sizes.over(1)
             all_of, downs = (sizes.experts, sizes.inner), (sizes.experts, sizes.width)
             self._biases = (
                 scope.param(gate, all_of, shard=each, init="zeros"),
@@ -201,26 +220,11 @@ class MergedExperts:
 
     def params(self, scope: Scope, sizes: ExpertSizes) -> LoadedExperts:
         """See ExpertLayout."""
-        return _Merged(scope, sizes, self)
-
-
-class _Merged:
-    matrices = None
-
-    def biases(self) -> Biases:
-        """See LoadedExperts."""
-        return None, None
-
-    def __init__(self, scope: Scope, sizes: ExpertSizes, names: MergedExperts) -> None:
         count, width, inner = sizes.experts, sizes.width, sizes.inner
-        rows = sizes.split(Shard(axis="tp", dim=1, parts=(sizes.part, sizes.part)))
-        columns = sizes.split(Shard(axis="tp", dim=2, parts=(sizes.part,)))
-        self._up = scope.param(names.up, (count, 2 * inner, width), shard=rows)
-        self._down = scope.param(names.down, (count, width, inner), shard=columns)
-
-    def take(self) -> ExpertWeights:
-        """See LoadedExperts."""
-        return ExpertWeights(up_XIE=self._up.take(), down_XEI=self._down.take())
+        rows = sizes.over(1, sizes.part, sizes.part)
+        up = scope.param(self.up, (count, 2 * inner, width), shard=rows)
+        down = scope.param(self.down, (count, width, inner), shard=sizes.over(2))
+        return Unbiased(lambda: (up.take(), down.take()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,29 +239,11 @@ class StackedExperts:
 
     def params(self, scope: Scope, sizes: ExpertSizes) -> LoadedExperts:
         """See ExpertLayout."""
-        return _Stacked(scope, sizes, self)
-
-
-class _Stacked:
-    matrices = None
-
-    def biases(self) -> Biases:
-        """See LoadedExperts."""
-        return None, None
-
-    def __init__(self, scope: Scope, sizes: ExpertSizes, names: StackedExperts) -> None:
         count, width, inner = sizes.experts, sizes.width, sizes.inner
-        rows, columns = (
-            sizes.split(Shard(axis="tp", dim=dim, parts=(sizes.part,))) for dim in (1, 2)
-        )
-        self._gate = scope.param(names.gate, (count, inner, width), shard=rows)
-        self._up = scope.param(names.up, (count, inner, width), shard=rows)
-        self._down = scope.param(names.down, (count, width, inner), shard=columns)
-
-    def take(self) -> ExpertWeights:
-        """See LoadedExperts."""
-        up_XIE = torch.cat((self._gate.take(), self._up.take()), dim=1)
-        return ExpertWeights(up_XIE=up_XIE, down_XEI=self._down.take())
+        gate = scope.param(self.gate, (count, inner, width), shard=sizes.over(1))
+        up = scope.param(self.up, (count, inner, width), shard=sizes.over(1))
+        down = scope.param(self.down, (count, width, inner), shard=sizes.over(2))
+        return Unbiased(lambda: (torch.cat((gate.take(), up.take()), dim=1), down.take()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,29 +257,11 @@ class TransposedExperts:
 
     def params(self, scope: Scope, sizes: ExpertSizes) -> LoadedExperts:
         """See ExpertLayout."""
-        return _Transposed(scope, sizes, self)
-
-
-class _Transposed:
-    matrices = None
-
-    def biases(self) -> Biases:
-        """See LoadedExperts."""
-        return None, None
-
-    def __init__(self, scope: Scope, sizes: ExpertSizes, names: TransposedExperts) -> None:
         count, width, inner = sizes.experts, sizes.width, sizes.inner
-        columns = sizes.split(Shard(axis="tp", dim=2, parts=(sizes.part, sizes.part)))
-        rows = sizes.split(Shard(axis="tp", dim=1, parts=(sizes.part,)))
-        self._up = scope.param(names.up, (count, width, 2 * inner), shard=columns)
-        self._down = scope.param(names.down, (count, inner, width), shard=rows)
-
-    def take(self) -> ExpertWeights:
-        """See LoadedExperts."""
-        return ExpertWeights(
-            up_XIE=self._up.take().transpose(1, 2).contiguous(),
-            down_XEI=self._down.take().transpose(1, 2).contiguous(),
-        )
+        columns = sizes.over(2, sizes.part, sizes.part)
+        up = scope.param(self.up, (count, width, 2 * inner), shard=columns)
+        down = scope.param(self.down, (count, inner, width), shard=sizes.over(1))
+        return Unbiased(lambda: (turned(up.take()), turned(down.take())))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -315,16 +283,12 @@ class _Interleaved:
     def __init__(self, scope: Scope, sizes: ExpertSizes, names: InterleavedExperts) -> None:
         count, width, inner = sizes.experts, sizes.width, sizes.inner
         self._local, self._width = sizes.local(scope.mesh), width
-        pairs = Part("expert's inner values", 2 * inner, inner)
-
-        def over(dim: int, part: Part) -> Shard | None:
-            return sizes.split(Shard(axis="tp", dim=dim, parts=(part,)))
-
-        self._up = scope.param(names.up, (count, width, 2 * inner), shard=over(2, pairs))
+        columns, rows = sizes.over(2, sizes.pairs), sizes.over(1)
+        self._up = scope.param(names.up, (count, width, 2 * inner), shard=columns)
         self._up_bias = scope.param(
-            f"{names.up}_bias", (count, 2 * inner), shard=over(1, pairs), init="zeros"
+            f"{names.up}_bias", (count, 2 * inner), shard=sizes.over(1, sizes.pairs), init="zeros"
         )
-        self._down = scope.param(names.down, (count, inner, width), shard=over(1, sizes.part))
+        self._down = scope.param(names.down, (count, inner, width), shard=rows)
         self._down_bias = scope.param(
             f"{names.down}_bias", (count, width), shard=sizes.split(None), init="zeros"
         )
@@ -342,17 +306,25 @@ class _Interleaved:
         """See LoadedExperts. The ranks' results are added up: one of them has the last bias."""
         up_bias_XI, down_bias_XE = self._up_bias.take(), self._down_bias.take()
         return (
-            torch.cat((up_bias_XI[:, 0::2], up_bias_XI[:, 1::2]), dim=1),
+            gates_first(up_bias_XI),
             down_bias_XE if self._local.biased else torch.zeros_like(down_bias_XE),
         )
 
     def take(self) -> ExpertWeights:
         """See LoadedExperts."""
-        up_XIE = self._up.take().transpose(1, 2)
         up_bias_XI, down_bias_XE = self.biases()
         return ExpertWeights(
-            up_XIE=torch.cat((up_XIE[:, 0::2], up_XIE[:, 1::2]), dim=1),
-            down_XEI=self._down.take().transpose(1, 2).contiguous(),
+            up_XIE=gates_first(self._up.take().transpose(1, 2)),
+            down_XEI=turned(self._down.take()),
             up_bias_XI=up_bias_XI,
             down_bias_XE=down_bias_XE,
         )
+
+
+def gates_first(up_XI: torch.Tensor) -> torch.Tensor:
+    """[X, 2I, ...]: gates, then ups, which took turns."""
+    return torch.cat((up_XI[:, 0::2], up_XI[:, 1::2]), dim=1)
+
+
+def turned(values_XIE: torch.Tensor) -> torch.Tensor:
+    return values_XIE.transpose(1, 2).contiguous()
