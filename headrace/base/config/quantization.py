@@ -73,7 +73,8 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StoredQuantization(msgspec.Struct, frozen=True, kw_only=True):
-    """A checkpoint's format. The first rule that a module's name fits holds for it. `sparse`: the
+    """A checkpoint's format. The first rule that a module's name fits holds for it; without any
+    all is plain, and numbers are only to be made of it. `sparse`: the
     arrangement of weights whose zeros are left out, quantized or not; "": there are none."""
 
     method: str

@@ -337,6 +337,12 @@ def _bitsandbytes(config: ConfigReader) -> StoredQuantization:
     return everything("bitsandbytes", numbers, plain_modules(config))
 
 
+def _deepspeed(config: ConfigReader) -> StoredQuantization:
+    """DeepSpeed's floats of 6, 8 and 12 bits are made while loading: what is stored is plain."""
+    bits_of(config, (4, 6, 8, 12), 8)
+    return StoredQuantization(method="deepspeedfp", rules=())
+
+
 def _metal(config: ConfigReader) -> StoredQuantization:
     """What transformers makes for Apple's GPUs: as MLX, under a name of its own."""
     size, bits = config.int("group_size", 64, ge=1), bits_of(config, (2, 4, 8), 4)
@@ -374,6 +380,7 @@ METHODS: dict[str, Callable[[ConfigReader], StoredQuantization]] = {
     "bitnet": _bitnet,
     "eetq": _eetq,
     "metal": _metal,
+    "deepspeedfp": _deepspeed,
     "quark": _quark,
     "torchao": torchao,
     "hqq": hqq,

@@ -37,7 +37,7 @@ class QuantizedSource:
 
     def __init__(self, files: SafetensorsSource, quantization: StoredQuantization) -> None:
         self.where = files.where
-        self._files = files
+        self._files, self._quantization = files, quantization
         tensors = find_quantized(quantization, files.entries, files.content, files.where)
         self._weights = tensors.weights
         self._scales = tensors.activation_scales
@@ -74,6 +74,9 @@ class QuantizedSource:
 
     def decisions(self) -> tuple[Decision, ...]:
         """What of the checkpoint is not made use of."""
+        if not self._quantization.rules:
+            why = "it is to be made while loading, which --quantization asks for (fp8, int8, ...)"
+            return (Decision("quantization", self._quantization.method, "floats, as stored", why),)
         scales = [name for name in self._scales if cache_scale(name) is None]
         if not scales:
             return ()

@@ -186,6 +186,15 @@ def test_metal_of_transformers_is_read_as_it_reads_it(
         open_weight(tmp_path, config, stored)
 
 
+def test_what_deepspeed_makes_while_loading_is_plain_in_the_file(tmp_path: Path) -> None:
+    weight = torch.randn(8, 16, generator=torch.Generator().manual_seed(1)).bfloat16()
+    config = {"quant_method": "deepspeedfp", "bits": 8, "group_size": 512}
+    with closing(open_weight(tmp_path, config, {"module.weight": weight})) as source:
+        assert_rectangles(source, "module.weight", weight)
+        (decision,) = source.decisions()
+        assert "--quantization" in decision.why and decision.requested == "deepspeedfp"
+
+
 def test_fp8_in_blocks_whose_last_ones_are_cut(tmp_path: Path) -> None:
     weight = torch.randn(40, 72, generator=torch.Generator().manual_seed(1)).to(torch.float8_e4m3fn)
     scales = torch.rand(3, 3, generator=torch.Generator().manual_seed(2))
