@@ -45,9 +45,7 @@ def resolve_device(options: Options, machine: MachineFacts, choose: Chooser) -> 
         raise ConfigError(
             f"{_split(requested)} x --replicas {requested.replicas} needs {ranks} devices; {machine.count} found"
         )
-    if world > 1 and requested.executor == "inline":
-        raise ConfigError(f"--executor inline runs one worker; {_split(requested)} needs processes")
-    _check_shares(requested)
+    _check_shares(requested, world)
     executor = choose.pick(
         "--executor",
         requested.executor,
@@ -84,6 +82,7 @@ def resolve_device(options: Options, machine: MachineFacts, choose: Chooser) -> 
         pipeline_layers=_stages(requested),
         sequence_parallel=requested.sequence_parallel,
         expert_parallel=requested.enable_expert_parallel,
+        token_exchange=requested.all2all_backend,
         context=context_spec(options),
         threads=threads,
         memory_bytes=_gpu_bytes(requested.gpu_memory, kind, executor, machine, choose),
@@ -114,8 +113,10 @@ def _stages(requested: DeviceOptions) -> tuple[int, ...]:
     return layers
 
 
-def _check_shares(requested: DeviceOptions) -> None:
-    """ConfigError for what only several devices of a layer can share."""
+def _check_shares(requested: DeviceOptions, world: int) -> None:
+    """ConfigError for what takes several workers, or devices of a layer."""
+    if world > 1 and requested.executor == "inline":
+        raise ConfigError(f"--executor inline runs one worker; {_split(requested)} needs processes")
     if requested.enable_expert_parallel and requested.tensor_parallel == 1:
         raise ConfigError(
             "--enable-expert-parallel shares out experts to the devices of --tensor-parallel, which is 1: raise "
@@ -126,6 +127,12 @@ def _check_shares(requested: DeviceOptions) -> None:
         raise ConfigError(
             "--sequence-parallel divides rows between the ranks of --tensor-parallel, which is 1",
             field="sequence_parallel",
+        )
+    if requested.all2all_backend != "allreduce" and not requested.enable_expert_parallel:
+        raise ConfigError(
+            f"--all2all-backend {requested.all2all_backend} sends tokens to whole experts, which devices have with "
+            "--enable-expert-parallel",
+            field="all2all_backend",
         )
 
 

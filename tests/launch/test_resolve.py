@@ -119,6 +119,7 @@ def test_drafts_are_looked_up_by_what_the_user_says_or_by_two_to_five_tokens() -
         ({"scheduler": {"max_running": 9, "max_step_tokens": 8}}, "--max-step-tokens 8"),
         ({"device": {"tensor_parallel": 2, "executor": "inline"}}, "--executor inline"),
         ({"device": {"enable_expert_parallel": True}}, "--tensor-parallel, which is 1"),
+        ({"device": {"all2all_backend": "ragged"}}, "--all2all-backend ragged sends tokens"),
         (
             {"device": {"tensor_parallel": 3, "decode_context_parallel_size": 2}},
             "not divide --tens",

@@ -1,6 +1,6 @@
 """One rank of test_tensor_parallel.py: run as a process, writes its logits to a file.
 
-python -m tests.models.tensor_parallel_rank RANK RANKS STORE [--whole-experts] FOLDER...
+python -m tests.models.tensor_parallel_rank RANK RANKS STORE [--whole-experts=EXCHANGE] FOLDER...
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ from tests.models.oracle import BLOCK_TOKENS, load_ours, model_spec
 from tests.models.paged import random_rows, teacher_forced
 
 LENGTHS = (19, 11)
-WHOLE_EXPERTS = "--whole-experts"
+WHOLE_EXPERTS = "--whole-experts="
 
 
 def main(rank: int, ranks: int, store: str, folders: list[str]) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
-    whole = folders[0] == WHOLE_EXPERTS
+    whole = folders[0].startswith(WHOLE_EXPERTS)
+    exchange = folders[0].removeprefix(WHOLE_EXPERTS)
     for folder in folders[whole:]:
         spec = model_spec(Path(folder))
         mesh = tensor_parallel_mesh()
-        model = load_ours(spec, mesh=with_whole_experts(mesh) if whole else mesh)
+        model = load_ours(spec, mesh=with_whole_experts(mesh, exchange) if whole else mesh)
         rows = random_rows(spec.logits_width, LENGTHS)
         logits = teacher_forced(model, rows, block_tokens=BLOCK_TOKENS, dtype=torch.float32)
         torch.save(logits, Path(folder) / f"rank{rank}.pt")

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from headrace.back.layers.moe.exchange import EXCHANGES
 from headrace.back.parallel.mesh import Axis, Mesh
 from headrace.base.errors import ConfigError
 from tests.models.oracle import BLOCK_TOKENS, load_ours, model_spec, save_oracle
@@ -131,9 +132,15 @@ MIXTURES = (
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_ranks_with_whole_experts_give_the_logits_of_one(tmp_path: Path) -> None:
-    """PAR-12: every layout of experts, shared ones, biases, idle ones, experts over a latent."""
-    compare_ranks(MIXTURES, 2, tmp_path, WHOLE_EXPERTS)
+@pytest.mark.parametrize(
+    ("exchange", "names"),
+    [("allreduce", MIXTURES), *((exchange, MIXTURES[:4]) for exchange in EXCHANGES)],
+)
+def test_ranks_with_whole_experts_give_the_logits_of_one(
+    exchange: str, names: tuple[str, ...], tmp_path: Path
+) -> None:
+    """PAR-11, PAR-12: every layout of experts, shared ones, biases, idle ones, experts over a latent."""
+    compare_ranks(names, 2, tmp_path, WHOLE_EXPERTS + exchange)
 
 
 def compare_ranks(names: Sequence[str], count: int, tmp_path: Path, *words: str) -> None:

@@ -79,7 +79,9 @@ def join_mesh(begin: StartWorker) -> Mesh:
         )
     if spec.device.sequence_parallel:
         mesh = replace(mesh, sequence_rows=SEQUENCE_ROWS)
-    return with_whole_experts(mesh) if spec.device.expert_parallel else mesh
+    if not spec.device.expert_parallel:
+        return mesh
+    return with_whole_experts(mesh, spec.device.token_exchange)
 
 
 def serve(channel: Channel) -> None:

@@ -73,6 +73,13 @@ def all_to_all(x_WX: torch.Tensor, axis: Axis) -> torch.Tensor:
     return got_WX
 
 
+def ragged_to_all(x_NX: torch.Tensor, sent: list[int], got: list[int], axis: Axis) -> torch.Tensor:
+    """Rows for each rank, in rank order: so many are `sent` to each and `got` from it."""
+    got_NX = x_NX.new_empty((sum(got), *x_NX.shape[1:]))
+    dist.all_to_all_single(got_NX, x_NX, got, sent, group=axis.group)
+    return got_NX
+
+
 def reduce_scatter(x_WX: torch.Tensor, axis: Axis) -> torch.Tensor:
     """The sum over the axis of what each rank has for this one; x_WX is contiguous."""
     total_X = torch.empty_like(x_WX[0])

@@ -85,16 +85,18 @@ class ContextSplit:
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """All axes. `Mesh()` is the mesh of one. `dcp`: who shares out the KV. `pipe`: what this rank's
-    stage of a pipeline sends to the others; None where there is one stage. `stage_layers`: the
-    layers of each stage, where they are stated. `sequence_rows`: in steps of at least so many
-    tokens each rank of "tp" keeps a part of the residual's rows between the layers; 0: in none."""
+    """All axes. `Mesh()` is the mesh of one. `dcp`: who shares out the KV. `token_exchange`: how
+    tokens come to whole experts. `pipe`: what this rank's stage of a pipeline sends to the others;
+    None where there is one stage. `stage_layers`: the layers of each stage, where they are stated.
+    `sequence_rows`: in steps of at least so many tokens each rank of "tp" keeps a part of the
+    residual's rows between the layers; 0: in none."""
 
     tp: Axis = Axis()
     pp: Axis = Axis(name="pp")
     dp: Axis = Axis(name="dp")
     ep: Axis = Axis(name="ep")
     dcp: ContextSplit = ContextSplit()
+    token_exchange: str = "allreduce"
     pipe: Pipe | None = None
     stage_layers: tuple[int, ...] = ()
     sequence_rows: int = 0
@@ -154,9 +156,10 @@ def staged_mesh(stages: int, layers: tuple[int, ...] = (), *, ordered: bool = Fa
     )
 
 
-def with_whole_experts(mesh: Mesh) -> Mesh:
-    """The mesh whose tensor-parallel ranks have whole experts, and not a part of each."""
-    return replace(mesh, ep=replace(mesh.tp, name="ep", summing=None))
+def with_whole_experts(mesh: Mesh, exchange: str = "allreduce") -> Mesh:
+    """The mesh whose tensor-parallel ranks have whole experts, and not a part of each. `exchange`:
+    how tokens come to them (layers/moe/exchange.py)."""
+    return replace(mesh, ep=replace(mesh.tp, name="ep", summing=None), token_exchange=exchange)
 
 
 def with_shared_context(mesh: Mesh, size: int, *, interleave: int, exchange: str) -> Mesh:

@@ -50,6 +50,14 @@ class DeviceOptions(msgspec.Struct, frozen=True, kw_only=True):
             "instead of a part of each; all else stays divided as it was."
         ),
     ] = False
+    all2all_backend: Annotated[
+        Literal["allreduce", "allgather_reducescatter", "ragged", "padded"],
+        Meta(
+            description="How tokens come to whole experts: not at all, as all devices have all tokens and add up what "
+            "their experts give; or each device sends a share of the tokens, to all, to those that have their experts, "
+            "or in messages of one size."
+        ),
+    ] = "allreduce"
     decode_context_parallel_size: Annotated[
         Processes,
         Meta(

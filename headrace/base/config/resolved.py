@@ -199,8 +199,8 @@ class DeviceSpec(msgspec.Struct, frozen=True, kw_only=True):
     server does (empty: anywhere). `nodes`: NUMA nodes that memory is taken from in turns, if there
     are several. `pipeline_layers`: the layers of each of the `pipeline_parallel` stages, empty: as
     many as make their bytes alike. `sequence_parallel`: see DeviceOptions. `expert_parallel`: of
-    mixtures the tensor-parallel ranks have whole experts. `context`: how those that would hold the
-    same KV share it out; None: each holds it."""
+    mixtures the tensor-parallel ranks have whole experts, to which tokens come by `token_exchange`.
+    `context`: how those that would hold the same KV share it out; None: each holds it."""
 
     device: str
     executor: str
@@ -209,6 +209,7 @@ class DeviceSpec(msgspec.Struct, frozen=True, kw_only=True):
     pipeline_layers: tuple[int, ...] = ()
     sequence_parallel: bool = False
     expert_parallel: bool = False
+    token_exchange: str = "allreduce"
     context: ContextSpec | None = None
     threads: int = 1
     memory_bytes: int | None = None

@@ -18,7 +18,7 @@ class Meeting:
     """Where the ranks of a group leave what they have and take what the others left."""
 
     def __init__(self, size: int) -> None:
-        self._barrier = Barrier(size)
+        self.size, self._barrier = size, Barrier(size)
         self._left: list[Any] = [None] * size
 
     def swap(self, rank: int, mine: torch.Tensor) -> list[torch.Tensor]:
@@ -54,9 +54,24 @@ class ThreadedCollectives:
         x.copy_(torch.stack(group.meeting.swap(group.rank, x)).sum(0))
 
     @staticmethod
-    def all_to_all_single(got: torch.Tensor, x: torch.Tensor, group: Group) -> None:
+    def all_to_all_single(
+        got: torch.Tensor,
+        x: torch.Tensor,
+        got_sizes: list[int] | None = None,
+        sent_sizes: list[int] | None = None,
+        *,
+        group: Group,
+    ) -> None:
+        sizes = sent_sizes or [len(x) // group.meeting.size] * group.meeting.size
+        begin = [sum(sizes[:rank]) for rank in range(len(sizes) + 1)]
         every = group.meeting.swap(group.rank, x)
-        got.copy_(torch.stack([theirs[group.rank] for theirs in every]))
+        begins = group.meeting.swap(group.rank, torch.tensor(begin))
+        parts = [
+            theirs[int(at[group.rank]) : int(at[group.rank + 1])]
+            for theirs, at in zip(every, begins, strict=True)
+        ]
+        assert got_sizes in (None, [len(part) for part in parts]), got_sizes
+        got.copy_(torch.cat(parts).view(got.shape))
 
     @staticmethod
     def reduce_scatter(total: torch.Tensor, parts: list[torch.Tensor], group: Group) -> None:

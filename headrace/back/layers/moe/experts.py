@@ -25,6 +25,7 @@ from headrace.back.kernels.experts_int4.op import ExpertsInt4Problem
 from headrace.back.kernels.experts_quant.layout import PackedExperts, mixed_rows
 from headrace.back.kernels.experts_quant.op import OP as EXPERTS_QUANT
 from headrace.back.kernels.experts_quant.op import ExpertsQuantProblem
+from headrace.back.layers.moe.exchange import ALLREDUCE, exchanged
 from headrace.back.layers.moe.weights import Biases, ExpertWeights, LoadedExperts
 from headrace.back.layers.scope import Scope
 from headrace.back.parallel.param import Param
@@ -175,19 +176,25 @@ def bind_own_experts(
     routed: TakenExperts,
     shared: TakenExperts | None,
     *,
-    places_X: torch.Tensor,
+    places: list[torch.Tensor],
     shared_inner: int,
 ) -> Experts:
     """The same where this rank has whole experts, and of each shared one so many inner values.
-    `places_X`: where each routed expert lies here, or -1."""
+    `places`: where each routed expert lies on each rank, or -1."""
+    axis, exchange, places_X = scope.mesh.ep, scope.mesh.token_exchange, places[scope.mesh.ep.rank]
     some = replace(problem, absent=True)
     mix = _in_host_memory(scope, _bind(scope, some, (routed,)))
+    count = 0 if shared is None else len(shared)
+    none_X, none_S = torch.full_like(places_X, -1), places_X.new_full((count,), -1)
+    places = [torch.cat((one, none_S)) for one in places]
+    if exchange == ALLREDUCE:
+        mix = _placed(mix, places[axis.rank])
+    else:
+        mix = exchanged(mix, places, axis, exchange)
     if shared is None:
-        return _placed(mix, places_X)
-    none_X, none_S = torch.full_like(places_X, -1), places_X.new_full((len(shared),), -1)
+        return mix
     own_S = torch.arange(len(shared), dtype=places_X.dtype, device=places_X.device)
     others = _bind(scope, replace(some, inner=shared_inner), (shared,))
-    mix = _placed(mix, torch.cat((places_X, none_S)))
     others = _placed(others, torch.cat((none_X, own_S)))
     return lambda *arguments: mix(*arguments) + others(*arguments)
 

@@ -151,7 +151,7 @@ class Mixture:
             self._expert_scale = scope.param(
                 router.expert_scale, (count,), shard=sizes.split(None), init="ones"
             )
-        self._inner, self._local = sizes.part, sizes.local(mesh)
+        self._sizes, self._inner, self._local = sizes, sizes.part, sizes.local(mesh)
         first = len(ledger.params) - (router.expert_scale is not None)
         loaded = spec.layout.params(scope.of_experts, sizes)
         params, local = ledger.params[first:], self._local
@@ -320,10 +320,10 @@ class Mixture:
             clamp=spec.clamp,
             bias=spec.layout.biased,
         )
-        places_X = self._local.places(router.experts - router.idle, scope.device)
-        if places_X is not None:
+        if self._sizes.axis == "ep":
+            places = self._sizes.places(scope.mesh, scope.device)
             self._experts = bind_own_experts(
-                scope, experts, routed, shared, places_X=places_X, shared_inner=self._shared_inner
+                scope, experts, routed, shared, places=places, shared_inner=self._shared_inner
             )
             return
         if self._adapted is None:

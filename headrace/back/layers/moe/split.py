@@ -7,7 +7,7 @@ X experts, E hidden size, I inner size.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -26,11 +26,8 @@ class LocalExperts:
     inner: int
     biased: bool
 
-    def places(self, experts: int, device: torch.device) -> torch.Tensor | None:
-        """int32 [X]: where each of so many experts lies here, -1: on another rank; None: all lie
-        where they are."""
-        if self.experts == experts:
-            return None
+    def places(self, experts: int, device: torch.device) -> torch.Tensor:
+        """int32 [X]: where each of so many experts lies here, -1: on another rank."""
         places_X = torch.full((experts,), -1, dtype=torch.int32, device=device)
         own = torch.arange(self.experts, dtype=torch.int32, device=device)
         places_X[self.first : self.first + self.experts] = own
@@ -70,6 +67,11 @@ class ExpertSizes:
         part = Part("experts", self.experts * rows, self.experts, uneven=True)
         return Shard(axis=self.axis, dim=0, parts=(part,))
 
+    def places(self, mesh: Mesh, device: torch.device) -> list[torch.Tensor]:
+        """Where each expert lies on each rank; see LocalExperts."""
+        ranks = (self.local(_of(mesh, rank)) for rank in range(mesh.ep.size))
+        return [one.places(self.experts, device) for one in ranks]
+
     def local(self, mesh: Mesh) -> LocalExperts:
         """This rank's. Ranks may have one expert more than others; ConfigError if one has none."""
         if self.axis == "tp":
@@ -86,6 +88,11 @@ class ExpertSizes:
         whole = Part("experts", self.experts, self.experts, uneven=True)
         count, first = local_units(whole, axis), axis.rank * self.experts // axis.size
         return LocalExperts(experts=count, first=first, inner=self.inner, biased=True)
+
+
+def _of(mesh: Mesh, rank: int) -> Mesh:
+    """As that rank of "ep" sees it."""
+    return replace(mesh, ep=replace(mesh.ep, rank=rank))
 
 
 def sizes_in(mesh: Mesh, *, experts: int, width: int, inner: int) -> ExpertSizes:

@@ -3,6 +3,7 @@ own experts alone (PAR-12)."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from headrace.back.layers.moe.exchange import EXCHANGES
 from headrace.back.layers.moe.mixture import Mixture, MixtureSpec, RouterSpec, SharedSpec
 from headrace.back.layers.moe.split import ExpertSizes
 from headrace.back.layers.moe.stacked import (
@@ -30,6 +32,7 @@ from headrace.back.parallel.mesh import Axis, Mesh, with_whole_experts
 from headrace.back.parallel.param import Param, copies
 from headrace.back.quant.parts import PartSchemes
 from headrace.base.errors import ConfigError
+from tests.back.parallel.thread_ranks import run_threads
 
 WIDTH, INNER, EXPERTS, TOP_K = 32, 16, 5, 2
 CPU = torch.device("cpu")
@@ -132,6 +135,34 @@ def test_shares_of_ranks_with_whole_experts_add_up(name: str) -> None:
     assert sum(read) == whole and read[0] * 3 == read[1] * 2
 
 
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("name", ["shared", "weighed inputs"])
+@pytest.mark.parametrize("tokens", [9, 1])
+def test_every_exchange_of_tokens_gives_the_same(
+    exchange: str, name: str, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PAR-11: three ranks, of which some have no token of the step."""
+    spec = replace(SPECS[name], inner=3 * INNER)
+    if spec.shared is not None:
+        spec = replace(spec, shared=replace(spec.shared, inner=3 * INNER))
+    _, params = build(spec, Mesh())
+    checkpoint = checkpoint_of(params)
+    x_TE = torch.randn(tokens, WIDTH, generator=torch.Generator().manual_seed(5))
+
+    def share_of(mesh: Mesh) -> torch.Tensor:
+        mixture, params = build(spec, mesh)
+        fill(params, checkpoint)
+        mixture._scope.ledger.finish()
+        return mixture.mixed(x_TE, x_TE)
+
+    def rank_main(rank: int, axis: Callable[..., Axis]) -> torch.Tensor:
+        return share_of(with_whole_experts(Mesh(tp=axis("tp")), exchange))
+
+    alone = share_of(Mesh())
+    found = torch.stack(run_threads(monkeypatch, 3, rank_main)).sum(0)
+    assert (found - alone).abs().max() <= 3e-6 * alone.abs().max()
+
+
 @pytest.mark.parametrize("name", ["separate, biased", "merged"])
 def test_quantized_experts_are_those_of_one_rank(name: str) -> None:
     """A rank's experts have the scales that they have on one rank."""
@@ -160,6 +191,10 @@ def test_where_experts_lie() -> None:
     sizes = ExpertSizes(experts=5, width=8, inner=4, axis="ep")
     own = [sizes.local(rank_of(3, rank, whole=True)) for rank in range(3)]
     assert [(one.first, one.experts, one.inner) for one in own] == [(0, 1, 4), (1, 2, 4), (3, 2, 4)]
-    places = own[1].places(5, CPU)
-    assert places is not None and places.tolist() == [-1, 0, 1, -1, -1]
+    places = sizes.places(rank_of(3, 0, whole=True), CPU)
+    assert [one.tolist() for one in places] == [
+        [0, -1, -1, -1, -1],
+        [-1, 0, 1, -1, -1],
+        [-1, -1, -1, 0, 1],
+    ]
     assert replace(sizes, axis="tp").local(rank_of(2, 1, whole=True)).inner == 2

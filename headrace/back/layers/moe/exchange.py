@@ -1,0 +1,107 @@
+"""How tokens come to the ranks that have their experts, and back, where ranks have whole experts:
+three ways behind one face. By each a rank is responsible for a share of the tokens, and has what
+all experts give for them; the sum over the ranks that follows anyway puts the shares together.
+
+    allgather_reducescatter   all ranks get all shares; what they compute is summed and scattered
+    ragged                    a rank gets the tokens that chose one of its experts, and no others:
+                              how many is exchanged first, and read on the host
+    padded                    each rank sends every other a message of one size, in which tokens
+                              that chose none of its experts are zeros: the host reads nothing
+
+Without one of these ("allreduce") every rank computes its experts for all tokens, which all ranks
+have: then nothing but the sum is sent.
+
+W ranks, T tokens, S of a share, E hidden size, X experts, K slots of a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from headrace.back.kernels.experts.op import Experts
+from headrace.back.parallel.collectives import all_parts, all_to_all, ragged_to_all, reduce_scatter
+from headrace.back.parallel.mesh import Axis
+
+ALLREDUCE = "allreduce"
+Share = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""x_SE, expert_SK (-1: none) and weight_SK of the tokens that a rank is responsible for."""
+
+
+def exchanged(experts: Experts, places: Sequence[torch.Tensor], axis: Axis, kind: str) -> Experts:
+    """f(x_TE, expert_TK, weight_TK) -> y_TE, of which a rank fills the rows of its share, by this
+    rank's `experts`. `places`: where each expert lies on each rank, int32 [X], or -1."""
+    places_WX, exchange = torch.stack(tuple(places)), EXCHANGES[kind]
+
+    def over_ranks(
+        x_TE: torch.Tensor, expert_TK: torch.Tensor, weight_TK: torch.Tensor
+    ) -> torch.Tensor:
+        size = -(-len(x_TE) // axis.size)
+        mine = slice(axis.rank * size, min((axis.rank + 1) * size, len(x_TE)))
+        share = tuple(_share(x, mine, size) for x in (x_TE, expert_TK, weight_TK))
+        share[1][max(0, mine.stop - mine.start) :] = -1
+        y_TE = torch.zeros_like(x_TE)
+        y_SE = exchange(experts, (share[0], share[1], share[2]), places_WX, axis)
+        y_TE[mine] = y_SE[: max(0, mine.stop - mine.start)]
+        return y_TE
+
+    return over_ranks
+
+
+def _share(x_TX: torch.Tensor, mine: slice, size: int) -> torch.Tensor:
+    """Those rows, and zeros up to so many."""
+    share_SX = x_TX.new_zeros((size, *x_TX.shape[1:]))
+    own_SX = x_TX[mine]
+    share_SX[: len(own_SX)] = own_SX
+    return share_SX
+
+
+def _places(places_WX: torch.Tensor, expert_SK: torch.Tensor) -> torch.Tensor:
+    """[W, S, K]: where the experts of each slot lie on each rank, or -1."""
+    on_WSK = places_WX[:, expert_SK.clamp(min=0).long()]
+    return on_WSK.masked_fill(expert_SK < 0, -1)
+
+
+def _gather_and_scatter(
+    experts: Experts, share: Share, places_WX: torch.Tensor, axis: Axis
+) -> torch.Tensor:
+    x_TE, expert_TK, weight_TK = (torch.cat(all_parts(one, axis)) for one in share)
+    own_TK = _places(places_WX[axis.rank : axis.rank + 1], expert_TK)[0]
+    y_TE = experts(x_TE, own_TK.contiguous(), weight_TK)
+    return reduce_scatter(y_TE.view(axis.size, -1, y_TE.shape[1]), axis)
+
+
+def _padded(experts: Experts, share: Share, places_WX: torch.Tensor, axis: Axis) -> torch.Tensor:
+    x_SE, expert_SK, weight_SK = share
+    on_WSK = _places(places_WX, expert_SK)
+    wanted_WS1 = (on_WSK >= 0).any(2, keepdim=True)
+    sent_WSE = torch.where(wanted_WS1, x_SE, 0.0)
+    weight_WSK = weight_SK.expand(on_WSK.shape).contiguous()
+    got = [all_to_all(one, axis) for one in (sent_WSE, on_WSK.contiguous(), weight_WSK)]
+    x_TE, own_TK, weight_TK = (one.flatten(0, 1) for one in got)
+    y_WSE = experts(x_TE, own_TK, weight_TK).view(sent_WSE.shape)
+    return all_to_all(y_WSE, axis).float().sum(0).to(x_SE.dtype)
+
+
+def _ragged(experts: Experts, share: Share, places_WX: torch.Tensor, axis: Axis) -> torch.Tensor:
+    x_SE, expert_SK, weight_SK = share
+    on_WSK = _places(places_WX, expert_SK)
+    rank_P, at_P = (on_WSK >= 0).any(2).nonzero(as_tuple=True)
+    count_W = rank_P.bincount(minlength=axis.size)
+    sent, got = count_W.tolist(), all_to_all(count_W, axis).tolist()
+    x_NE, own_NK, weight_NK = (
+        ragged_to_all(one.contiguous(), sent, got, axis)
+        for one in (x_SE[at_P], on_WSK[rank_P, at_P], weight_SK[at_P])
+    )
+    y_PE = ragged_to_all(experts(x_NE, own_NK, weight_NK), got, sent, axis)
+    y_SE = torch.zeros(x_SE.shape, dtype=torch.float32, device=x_SE.device)
+    return y_SE.index_add_(0, at_P, y_PE.float()).to(x_SE.dtype)
+
+
+EXCHANGES: dict[str, Callable[[Experts, Share, torch.Tensor, Axis], torch.Tensor]] = {
+    "allgather_reducescatter": _gather_and_scatter,
+    "ragged": _ragged,
+    "padded": _padded,
+}
+"""By the words of --all2all-backend."""
