@@ -1,5 +1,5 @@
 """Rows of quantized_arrangements.py, with their shapes: weights whose values are looked up (AQLM,
-VPTQ, EXL3) or whose groups have bits of their own (EXL2)."""
+VPTQ, EXL3), whose groups have bits of their own (EXL2), or whose inputs are rotated (FP-Quant)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from headrace.base.config.arrangement import Arrangement
 from headrace.base.config.quantization import Codebook, Numbers
-from headrace.base.config.quantized_shapes import Shape, StoredMembers
+from headrace.base.config.quantized_shapes import Shape, StoredMembers, nibbles_members
 
 Forms = Mapping[str, tuple[Shape, ...]]
 
@@ -123,7 +123,59 @@ def exl3_members(shape: Shape, numbers: Numbers) -> Forms:
     }
 
 
+def rotated_shape(stored: StoredMembers) -> Shape:
+    outputs, inputs = stored.shape("values")
+    inputs = inputs if stored.numbers.bits == 16 else inputs * 2
+    rotation = stored.shape("rotation")
+    if len(rotation) != 2 or rotation[0] != rotation[1] or not 1 <= rotation[0] <= 1024:
+        raise ValueError(f"{stored.names['rotation']} is no square matrix of at most 1024")
+    if inputs % rotation[0]:
+        raise ValueError(f"blocks of {rotation[0]} inputs do not divide {inputs}")
+    return outputs, inputs
+
+
+def rotated_members(shape: Shape, numbers: Numbers) -> Forms:
+    forms = dict.fromkeys(("plain", "floats"), ((0,),))
+    if numbers.bits == 16:
+        return {"plain": ((0,),)}
+    return {**forms, **nibbles_members(shape, numbers)}
+
+
+_ROTATION = {
+    "rotation": "{module}.forward_hadamard_matrix",
+    "backward": "{module}.backward_hadamard_matrix",
+    "of_inputs": "{module}.act_global_scale",
+    "plain": "{weight}",
+}
+"""Of FP-Quant; a plain weight without elements may stand beside the quantized one."""
 LOOKED_UP = {
+    **{
+        kind: Arrangement(
+            roles={
+                "values": "{module}.qweight",
+                "scales": "{module}.scales",
+                "outer": "{module}.weight_global_scale",
+                "floats": "{module}.dqweight",
+                **_ROTATION,
+            },
+            dtypes=("U8",),
+            optional=("floats", "backward", "of_inputs", "plain"),
+            shape=rotated_shape,
+            expected=rotated_members,
+        )
+        for kind in ("rotated-nvfp4", "rotated-mxfp4")
+    },
+    "rotated-floats": Arrangement(
+        roles={
+            "values": "{module}.dqweight",
+            "outer": "{module}.weight_global_scale",
+            **_ROTATION,
+        },
+        dtypes=("BF16", "F16", "F32"),
+        optional=("outer", "backward", "of_inputs", "plain"),
+        shape=rotated_shape,
+        expected=rotated_members,
+    ),
     "aqlm": Arrangement(
         roles={
             "values": "{module}.codes",

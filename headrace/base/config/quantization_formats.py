@@ -36,7 +36,7 @@ from headrace.base.config.quantization_activations import (
 from headrace.base.config.quantization_compressed import compressed
 from headrace.base.config.quantization_mlx import mlx
 from headrace.base.config.quantization_torch import hqq, torchao
-from headrace.base.config.quantization_vectors import aqlm, exl2, exl3, vptq
+from headrace.base.config.quantization_vectors import aqlm, exl2, exl3, fp_quant, vptq
 
 
 def stored_quantization(raw: Mapping[str, Any], where: str) -> StoredQuantization | None:
@@ -389,5 +389,6 @@ METHODS: dict[str, Callable[[ConfigReader], StoredQuantization]] = {
     "vptq": vptq,
     "exl2": exl2,
     "exl3": exl3,
+    "fp_quant": fp_quant,
 }
 """`quant_method` -> its reader."""

@@ -1,5 +1,6 @@
 """`quantization_config` of formats whose values are looked up: AQLM and VPTQ by vectors of
-codebooks, EXL3 by a trellis; and of EXL2, whose groups have bits of their own."""
+codebooks, EXL3 by a trellis; of FP-Quant, whose inputs are rotated; and of EXL2, whose groups have
+bits of their own."""
 
 from __future__ import annotations
 
@@ -93,6 +94,20 @@ def exl2(config: ConfigReader) -> StoredQuantization:
 def exl3(config: ConfigReader) -> StoredQuantization:
     """EXL3 (exllamav3): a trellis of 1 to 8 bits a value; how many, each weight's tensors say."""
     return everything("exl3", Numbers(arrangement="exl3", bits=_about(config)), ())
+
+
+def fp_quant(config: ConfigReader) -> StoredQuantization:
+    """FP-Quant: MXFP4 or NVFP4 of rotated inputs, or the floats that they stand for; or the plain
+    weights that these are to be made of."""
+    dtype = config.choice("forward_dtype", ("mxfp4", "nvfp4"), "nvfp4")
+    if config.bool("store_master_weights", False):
+        return StoredQuantization(method="fp_quant", rules=())
+    if config.bool("pseudoquantization", False):
+        numbers = Numbers(arrangement="rotated-floats", bits=16)
+    else:
+        group = (1, 32 if dtype == "mxfp4" else 16)
+        numbers = Numbers(arrangement=f"rotated-{dtype}", bits=4, group=group)
+    return everything("fp_quant", numbers, plain_modules(config))
 
 
 def _about(config: ConfigReader) -> int:
