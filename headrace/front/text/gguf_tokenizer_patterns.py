@@ -87,6 +87,18 @@ _JAIS_2: Final = _THREE_DIGITS.removesuffix(r"\s+(?!\S)|\s+") + (
 _BLOOM: Final = r" ?[^(\s|.,!?…。，、।۔،)]+"
 _MINICPM_5: Final = (r"\p{N}{1,3}", _ONE_DIGIT.replace(r"|\p{N}|", r"|\p{N}+|"))
 
+_AFMOE: Final = (
+    r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))",
+    r"[\x{4E00}-\x{9FFF}\x{3400}-\x{4DBF}\x{F900}-\x{FAFF}\x{3040}-\x{30FF}\x{FF65}-\x{FF9F}"
+    r"\x{2F00}-\x{2FDF}\x{0E40}-\x{0EFF}\x{1780}-\x{17FF}\x{1000}-\x{109F}\x{AA60}-\x{AA7F}"
+    r"\x{A9E0}-\x{A9FF}\x{AC00}-\x{D7AF}\x{1100}-\x{11FF}]+",
+    _DEEPSEEK_3[-1],
+)
+"""Threes of digits from a number's end; Han, kana, Thai, Lao, Khmer, Burmese and Hangul."""
+_TINY_AYA: Final = (r"\d{1,3}(?=(?:\d{3})*\b)", _CASED)
+_LAGUNA: Final = (r"(?:\r?\n)+(?:(?!\r?\n)[\s\S])*", _ONE_DIGIT)
+"""Line breaks stand with what is behind them."""
+
 _LLAMA_3: Final = (
     *("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "lfm2"),
     *("midm-2.0", "jina-v5-nano"),
@@ -113,6 +125,9 @@ PATTERNS: Final[dict[str, str | tuple[str, ...] | None]] = {
     **dict.fromkeys(_DIGITS, "digits"),
     "qwen35": _QWEN_35,
     "kimi-k2": _KIMI,
+    "afmoe": _AFMOE,
+    **dict.fromkeys(("tiny_aya", "cohere2moe"), _TINY_AYA),
+    "laguna": _LAGUNA,
     "deepseek-llm": _DEEPSEEK_1,
     "deepseek-coder": _DEEPSEEK_CODER,
     "exaone-moe": _EXAONE_MOE,

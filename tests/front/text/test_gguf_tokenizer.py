@@ -126,6 +126,9 @@ PIECES = {
         "  ",
         " y",
     ],
+    "afmoe": ["12", "345", " ", "中文かな", "abc", " x", "/path", " ++\n", "'s", "  ", " y"],
+    "tiny_aya": ["12", "345", " 中文かなabc", " x", "/path", " ++\n", "'s", "  ", " y"],
+    "laguna": [*DIGITS, " 中文かなabc", " x", "/path", " ++", "\n", "'s", "  ", " y"],
     "exaone-moe": [*DIGITS, " 中文かなabc x", "/path", " ++\n", "'s", "  ", " y"],
     "falcon": [
         "123",
