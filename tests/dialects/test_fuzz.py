@@ -139,7 +139,8 @@ def send(wire: Wire, case: Case) -> int:
     assert status < 500, told
     if status >= 400 and case.method != "HEAD":
         document = json.loads(answer.body)
-        error = document if path == "/v2/chat" and "error" not in document else document["error"]
+        cohere = path in ("/v2/chat", "/v1/tokenize", "/v1/detokenize")
+        error = document if cohere and "error" not in document else document["error"]
         is_text = path.startswith("/api/") and isinstance(error, str)
         message = error if is_text else error["message"]
         assert message and (is_text or error.get("type", error is document)), told

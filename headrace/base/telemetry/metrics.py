@@ -73,7 +73,8 @@ ROUTES = (
     *("/load", "/v1/requests", "/props", "/apply-template"),
     *("/api/chat", "/api/generate", "/api/embed", "/api/embeddings", "/api/tags", "/api/show"),
     *("/api/ps", "/api/version", "/api/create", "/api/copy", "/api/delete", "/api/pull"),
-    *("/api/push", "/api/blobs/{id}"),
+    *("/api/push", "/api/blobs/{id}", "/v1/chat/completions/{id}"),
+    *("/v1/chat/completions/{id}/messages", "/v1/tokenize", "/v1/detokenize"),
     *("/slots", "/slots/{id}"),
     *("/v1/requests/{id}", "/pause", "/resume", "/is_paused", "/sleep", "/wake_up", "/is_sleeping"),
     *("/server_info", "/reset_prefix_cache", "/reset_mm_cache", "/reset_encoder_cache"),
@@ -113,6 +114,7 @@ ROUTES = (
 COLLECTIONS = (
     *("/v1/models", "/v1/requests", "/v1/responses", "/v1/files", "/v1/batches"),
     *("/v1/conversations", "/v1/admin/requests", "/v1/messages/batches", "/api/blobs"),
+    "/v1/chat/completions",
 )
 REASONS = ("stop", "length", "repetition", "abort", "error")
 REJECTIONS = ("queue_full", "key_limit", "draining", "unavailable", "connections")

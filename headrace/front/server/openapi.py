@@ -68,6 +68,7 @@ class OllamaError(msgspec.Struct, kw_only=True):
 
 ERRORS: Mapping[str, type[msgspec.Struct]] = {
     **{"/v1/messages": MessagesError, "/v2/": CohereError},
+    **{"/v1/tokenize": CohereError, "/v1/detokenize": CohereError},
     **{"/api/hello": Error, "/api/": OllamaError},
 }
 """The failures of paths that begin so, where their dialect has a shape of its own."""

@@ -20,6 +20,7 @@ from headrace.front.server.anthropic.schema import CountTokensRequest, MessagesR
 from headrace.front.server.batches import messages as message_batches
 from headrace.front.server.batches import routes as batches
 from headrace.front.server.cohere import routes as cohere
+from headrace.front.server.cohere import tokens as cohere_tokens
 from headrace.front.server.cohere.failures import SHAPE as COHERE
 from headrace.front.server.cohere.schema import CohereChatRequest
 from headrace.front.server.conversation.context import (
@@ -42,7 +43,16 @@ from headrace.front.server.ollama import pull as ollama_pull
 from headrace.front.server.ollama import routes as ollama
 from headrace.front.server.ollama import schema as ollama_schema
 from headrace.front.server.ollama.failures import SHAPE as OLLAMA
-from headrace.front.server.openai import audio, batch, chat, completions, generate, models, render
+from headrace.front.server.openai import (
+    audio,
+    batch,
+    chat,
+    completions,
+    generate,
+    models,
+    render,
+    stored_chats,
+)
 from headrace.front.server.openai.derender import DERENDER_CHAT, DERENDER_COMPLETION
 from headrace.front.server.openapi import ApiRoute
 from headrace.front.server.pooling import generative, scoring
@@ -84,7 +94,14 @@ PUBLIC = PROBES | PAGES.keys()
 
 def table() -> list[ApiRoute]:
     """Every route there is."""
-    routes = [*_generation(), *_pooling(), *_ollama(), *_tokens(), *_other_routes()]
+    routes = [
+        *_generation(),
+        *_pooling(),
+        *_ollama(),
+        *_tokens(),
+        *_stored_chats(),
+        *_other_routes(),
+    ]
     routes.append(reads("/openapi.json", openapi.serving(routes, public=PUBLIC)))
     return routes
 
@@ -110,6 +127,18 @@ def _generation() -> list[ApiRoute]:
         *_conversations(),
         posts("/invocations", invocations.post_invocations, *invocations.BODIES, queued=True),
         reads("/api/hello", anthropic.get_hello),
+    ]
+
+
+def _stored_chats() -> list[ApiRoute]:
+    """Chats that are kept; behind the routes whose names stand where an id would."""
+    one = "/v1/chat/completions/{id}"
+    return [
+        reads("/v1/chat/completions", stored_chats.get_chats),
+        reads(one, stored_chats.get_chat),
+        posts_to(one, stored_chats.post_metadata, stored_chats.ChatMetadataRequest),
+        reads(one, stored_chats.delete_chat, "DELETE"),
+        reads(f"{one}/messages", stored_chats.get_messages),
     ]
 
 
@@ -202,6 +231,10 @@ def _tokens() -> list[ApiRoute]:
         posts("/apply-template", llama_cpp.post_apply_template, ChatRequest),
         posts("/tokenize", tokenize.post_tokenize, TokenizeRequest, TokenizeChatRequest),
         posts("/detokenize", tokenize.post_detokenize, DetokenizeRequest),
+        posts("/v1/tokenize", cohere_tokens.post_tokenize, cohere_tokens.CohereTokenizeRequest),
+        posts(
+            "/v1/detokenize", cohere_tokens.post_detokenize, cohere_tokens.CohereDetokenizeRequest
+        ),
     ]
 
 
@@ -298,7 +331,7 @@ def shape_of(scope: Scope) -> ErrorFormat:
     path = scope["path"]
     if path.startswith("/v1/messages"):
         return ANTHROPIC
-    if path == "/v2/chat":
+    if path in ("/v2/chat", "/v1/tokenize", "/v1/detokenize"):
         return COHERE
     if path.startswith("/api/") and path not in PUBLIC:
         return OLLAMA

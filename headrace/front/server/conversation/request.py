@@ -140,6 +140,12 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 MAX_LOGIT_BIAS = 1024
 
 
+Metadata = Annotated[
+    dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]],
+    Meta(max_length=16),
+]
+
+
 NumScores = Annotated[int, Meta(ge=-1, le=2**20)]
 """Alternatives of a token; -1: all."""
 """The server's own bound is --max-logprobs."""
@@ -299,6 +305,8 @@ class ChatRequest(Common, frozen=True, kw_only=True):
     mm_processor_kwargs: Keywords | None = None
     functions: Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=1024)] | None = None
     function_call: Literal["none", "auto"] | FunctionName | None = None
+    store: bool | None = None
+    metadata: Metadata | None = None
 
 
 REFUSED: Mapping[str, tuple[Callable[[Any], bool], str]] = {

@@ -120,8 +120,9 @@ class AnswerFields:
     """What an answer shows beside its text. `scores`: log-probabilities; `tokens_as_ids`: under the
     ids of their tokens; `as_vllm`: a stream's last delta of a choice carries its finish_reason, and
     the sampled token leads its alternatives; `echo`: text that the answer repeats before its own;
-    `metrics`: where the time went; `offers_tools`: it may begin with a call; `attention_dtype`: how
-    captured attention is written; `transfer`: what of its KV passes between servers."""
+    `metrics`: where the time went; `offers_tools`: it may begin with a call; `stores`: it is kept;
+    `attention_dtype`: how captured attention is written; `transfer`: what of its KV passes between
+    servers."""
 
     num_choices: int = 1
     streams: bool = False
@@ -132,6 +133,7 @@ class AnswerFields:
     echo: str = ""
     metrics: bool = False
     offers_tools: bool = False
+    stores: bool = False
     scores: bool = False
     prompt_scores: bool = False
     token_ids: bool = False
@@ -330,6 +332,7 @@ def resolved(
                 ),
                 echo=_echoed(request),
                 offers_tools=bool(request.tools) and request.tool_choice != "none",
+                stores=bool(request.store),
             ),
             calls=calls,
             sent=sent,

@@ -12,10 +12,10 @@ Json = dict[str, Any]
 MAX_LISTED = 100
 
 
-def page_of(request: Request, items: list[Json]) -> Json:
-    """The page of `items` (oldest first) that the query asks for."""
+def page_of(request: Request, items: list[Json], *, order: str = "desc") -> Json:
+    """The page of `items` (oldest first) that the query asks for; `order`: unless it says one."""
     items = list(items)
-    order = request.query_params.get("order", "desc")
+    order = request.query_params.get("order", order)
     if order not in ("asc", "desc"):
         raise InvalidRequest(f"order: {order[:50]!r} given; allowed: asc, desc", field="order")
     limit = number_of(request, "limit", default=20, least=1, most=MAX_LISTED)

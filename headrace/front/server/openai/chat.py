@@ -46,6 +46,7 @@ from headrace.front.server.conversation.resolved import AnswerFields, Conversati
 from headrace.front.server.conversation.stages import ParsedDelta, parts_of
 from headrace.front.server.http.auth import completion_id
 from headrace.front.server.http.sse import DONE, Chunks
+from headrace.front.server.openai.keep_chat import kept
 from headrace.front.text.parsing.engine import (
     CallArguments,
     CallBegin,
@@ -80,9 +81,12 @@ def to_conversation(request: ChatRequest, served: ServedModel, *, id: str) -> Co
 
 async def post_chat(context: RequestContext, document: Any) -> Response:
     """POST /v1/chat/completions."""
-    request = parse(document, ChatRequest)
-    conversation = to_conversation(request, context.services.served, id=completion_id("chatcmpl"))
+    conversation = to_conversation(
+        parse(document, ChatRequest), context.services.served, id=completion_id("chatcmpl")
+    )
     reply, events = await answered(context, conversation)
+    if reply.fields.stores:
+        events = kept(context, events, reply, document, to_answer)
     if reply.fields.streams:
         return await streamed(context, to_chunks(events, reply), pads=reply.fields.pads)
     return Response(await to_answer(events, reply), media_type="application/json")

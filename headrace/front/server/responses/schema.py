@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from headrace.base.errors import InvalidRequest
-from headrace.front.server.conversation.request import Effort, NumScores
+from headrace.front.server.conversation.request import Effort, Metadata, NumScores
 from headrace.front.server.http.limits import Count, Name, typed
 
 MAX_ITEMS = 4096
@@ -60,10 +60,6 @@ Include = Literal[
 images."""
 Json = dict[str, Any]
 Ident = Annotated[str, Meta(max_length=128)]
-Metadata = Annotated[
-    dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]],
-    Meta(max_length=16),
-]
 
 
 class ReasoningOptions(msgspec.Struct, frozen=True, kw_only=True):

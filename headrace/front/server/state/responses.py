@@ -20,6 +20,7 @@ from headrace.base.errors import ContextTooLong
 from headrace.front.server.state.database import Database
 from headrace.front.server.state.named_models import NamedModelStore
 from headrace.front.server.state.sealing import SECRET_BYTES
+from headrace.front.server.state.stored_chats import StoredChats
 
 ROW_BYTES = 512
 
@@ -70,7 +71,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 
 class ResponseStore:
     """See the module. Every method is one transaction off the event loop. `named_models` lie in the
-    same database."""
+    same database; `chats`: which of the records are chats, in order."""
 
     def __init__(
         self,
@@ -82,6 +83,7 @@ class ResponseStore:
     ) -> None:
         self._database = database
         self.named_models = NamedModelStore(database)
+        self.chats = StoredChats(database)
         self._max_bytes = max_bytes
         self._ttl_s = ttl_s
         self._clock = clock
