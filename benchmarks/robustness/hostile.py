@@ -50,6 +50,7 @@ ANSWERED: dict[str, dict[str, Any]] = {
     "/weight_checker": {"action": "checksum"},
     "/v1/admin/update_weights": {"model": "/nowhere"},
     "/apply-template": {"messages": SAID},
+    "/infill": {"input_prefix": "fox", "n_predict": 1},
     "/v1/chat/completions/{id}": {"metadata": {"a": "b"}},
     "/v1/tokenize": {"text": "fox"},
     "/v1/detokenize": {"tokens": [5]},

@@ -47,6 +47,7 @@ REFUSED = {
     **dict.fromkeys(("/v1/load_lora_adapter", "/v1/unload_lora_adapter"), 400),
     **dict.fromkeys(("/models/load", "/models/unload"), 409),
     **dict.fromkeys(("/api/copy", "/api/delete"), 404),
+    "/infill": 400,
     **dict.fromkeys(("/start_weight_update", "/finish_weight_update"), 409),
     **dict.fromkeys(("/update_weights", "/get_weights_by_name", "/weights_checker"), 400),
     **dict.fromkeys(("/weight_checker", "/update_weights_from_disk"), 400),
@@ -54,7 +55,8 @@ REFUSED = {
     **dict.fromkeys(("/init_weights_update_group", "/destroy_weights_update_group"), 400),
 }
 """What these servers refuse: no slot has such a number, they have no adapters (--enable-lora) and one model, nobody has
-such a name, nothing is paused for new weights, and there is neither such a file, tensor nor group."""
+such a name, their vocabulary has no tokens for insertion, nothing is paused for new weights, and there is neither such
+a file, tensor nor group."""
 SIZES = ("--max-model-len", "384", "--max-queued-requests", "4096")
 """Two thousand documents of one request find room in the queue, however slow this machine is."""
 SOME_OR_ALL = pytest.mark.parametrize("step", [4, pytest.param(1, marks=pytest.mark.slow)])

@@ -35,7 +35,7 @@ from headrace.front.server.decisions import routes as decisions
 from headrace.front.server.decisions.schema import DecisionsRequest, SystemOneRequest
 from headrace.front.server.http.auth import PROBES
 from headrace.front.server.http.failures import ErrorFormat
-from headrace.front.server.native import health, llama_cpp, requests, tokenize
+from headrace.front.server.native import health, infill, llama_cpp, requests, tokenize
 from headrace.front.server.native.tokenize import DetokenizeRequest, TokenizeChatRequest
 from headrace.front.server.ollama import changes as ollama_changes
 from headrace.front.server.ollama import models as ollama_models
@@ -228,6 +228,7 @@ def _tokens() -> list[ApiRoute]:
         posts("/v1/completions/derender", render.post_derender_completion, *DERENDER_COMPLETION),
         reads("/tokenizer_info", tokenize.get_tokenizer_info),
         reads("/props", llama_cpp.get_props),
+        posts("/infill", infill.post_infill, infill.InfillRequest, queued=True),
         posts("/apply-template", llama_cpp.post_apply_template, ChatRequest),
         posts("/tokenize", tokenize.post_tokenize, TokenizeRequest, TokenizeChatRequest),
         posts("/detokenize", tokenize.post_detokenize, DetokenizeRequest),

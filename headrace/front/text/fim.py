@@ -59,3 +59,32 @@ def between(tokenizer: Tokenizer, prompt_ids: Sequence[int], suffix: str) -> lis
     tail = [known[1], *tokenizer.encode_plain(suffix)]
     parts = [*tail, *prefix] if markers.suffix_first else [*prefix, *tail]
     return [*start, *parts, *known[2:]]
+
+
+FILE_SEPARATORS = ("<|file_sep|>", "<file_sep>")
+"""Tokens that begin a file among others."""
+
+
+def infill(
+    tokenizer: Tokenizer,
+    *,
+    prefix: str,
+    suffix: str,
+    begun: str = "",
+    extra: Sequence[tuple[str, str]] = (),
+) -> list[int]:
+    """The prompt that asks for what stands between two texts, behind (name, text) of other files;
+    `begun`: how it begins."""
+    if markers_of(tokenizer) is None:
+        raise InvalidRequest(
+            "input_suffix: this model's vocabulary has no tokens for insertion",
+            field="input_suffix",
+        )
+    opening, _ = tokenizer.special_around()
+    known = [tokenizer.token_id(name) for name in FILE_SEPARATORS]
+    separator = [i for i in known if i is not None][:1]
+    files: list[int] = []
+    for name, text in extra:
+        files += [*separator, *tokenizer.encode_plain(f"{name}\n{text}\n")]
+    framed = between(tokenizer, tokenizer.encode_plain(prefix), suffix)
+    return [*opening, *files, *framed, *tokenizer.encode_plain(begun)]

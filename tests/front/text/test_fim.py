@@ -6,7 +6,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from headrace.base.errors import InvalidRequest
-from headrace.front.text.fim import MARKERS, Markers, between
+from headrace.front.text.fim import MARKERS, Markers, between, infill
 from headrace.front.text.tokenizer_files import load_tokenizer
 
 
@@ -29,6 +29,17 @@ def test_every_known_set_of_tokens_frames_prefix_and_suffix(tmp_path, markers: M
         assert text == f"{markers.suffix}cd{markers.prefix}ab"
     else:
         assert text == f"{markers.prefix}ab{markers.suffix}cd{markers.middle}"
+
+
+def test_other_files_stand_in_front_and_what_is_begun_behind(tmp_path) -> None:
+    """BEY-42."""
+    tokenizer = vocabulary(tmp_path, MARKERS[0])
+    ids = infill(tokenizer, prefix="ab", suffix="cd", begun="e", extra=[("f.py", "x")])
+    text = tokenizer.decode(ids, skip_special_tokens=False).replace("Ċ", "\n")
+    m = MARKERS[0]
+    assert text == f"f.py\nx\n{m.prefix}ab{m.suffix}cd{m.middle}e"
+    with pytest.raises(InvalidRequest, match=r"^input_suffix: "):
+        infill(vocabulary(tmp_path, None), prefix="a", suffix="b")
 
 
 def test_a_suffix_that_spells_a_token_stays_text(tmp_path) -> None:

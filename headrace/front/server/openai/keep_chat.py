@@ -1,4 +1,5 @@
-"""A chat with `store: true` on its way into the store: whole or streamed, before its end is told."""
+"""A chat with `store: true` on its way into the store: whole or streamed, before its end is
+told."""
 
 from __future__ import annotations
 
