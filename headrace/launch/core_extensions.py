@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 from headrace.base import extensions
@@ -12,16 +13,21 @@ from headrace.base.config.resolved import EngineSpec
 from headrace.base.errors import ConfigError
 from headrace.base.wire.retention import ROUTING_KEY
 from headrace.core.core import EngineCore
+from headrace.core.kv_events import KVEvents
 from headrace.core.kv_retention import KVRetentions
 from headrace.core.ports import AdmissionHook, StatsSink
 from headrace.core.scheduler.full_lengths import FullLengths
 from headrace.core.scheduler.orders import RoutingKeys
+from headrace.launch.kv_events import KVEventServer
 
 log = logging.getLogger(__name__)
 
 
-def chosen_hooks(spec: EngineSpec, core: Callable[[], EngineCore]) -> list[AdmissionHook]:
-    """Those of `--no-evict`, `--kv-retention` and `--policy routing-key`."""
+def chosen_hooks(
+    spec: EngineSpec, core: Callable[[], EngineCore], *, core_name: str
+) -> list[AdmissionHook]:
+    """Those of `--no-evict`, `--kv-retention`, `--kv-events-path` and `--policy routing-key`.
+    `core_name`: what tells this core from the others of a server."""
     hooks: list[AdmissionHook] = []
     if spec.scheduler.no_evict:
         hooks.append(FullLengths(lambda: core().kv, spec.scheduler.max_step_tokens))
@@ -29,6 +35,9 @@ def chosen_hooks(spec: EngineSpec, core: Callable[[], EngineCore]) -> list[Admis
         hooks.append(KVRetentions(core))
     if spec.scheduler.policy == ROUTING_KEY.replace("_", "-"):
         hooks.append(RoutingKeys())
+    if spec.kv.events_path is not None:
+        server = KVEventServer(Path(spec.kv.events_path) / f"{core_name}.kv")
+        hooks.append(KVEvents(server.tell, core))
     return hooks
 
 

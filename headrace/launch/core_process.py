@@ -315,7 +315,8 @@ def _start(spec_path: str, socket_path: str, status: socket.socket, rest: Report
     # as the core before it was when it died: whoever paused it has not resumed it
     service = ServiceState.resumed(paused=rest.paused, asleep=rest.asleep)
     adapters = adapters_of(spec, lambda: core.executor)
-    hooks = [*admission_hooks_of(spec, executor.facts), *chosen_hooks(spec, lambda: core)]
+    hooks = admission_hooks_of(spec, executor.facts)
+    hooks += chosen_hooks(spec, lambda: core, core_name=Path(socket_path).stem)
     if adapters is not None:
         hooks.append(adapters)
     ranks = spec.device.tensor_parallel

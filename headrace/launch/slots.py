@@ -37,6 +37,9 @@ def with_slots(
         folder = _folder_of(FIELD, options.slot_save_path, spec, model, device_spec)
         most = parse_bytes(options.slot_save_bytes, field="--slot-save-bytes")
         spec = msgspec.structs.replace(spec, slot_save_path=folder, slot_save_bytes=most)
+    if options.kv_events_path is not None:
+        folder = _folder_of("kv_events_path", options.kv_events_path, spec, model, device_spec)
+        spec = msgspec.structs.replace(spec, events_path=folder)
     if options.kv_store_path is not None:
         store = KVStoreSpec(
             path=_folder_of("kv_store_path", options.kv_store_path, spec, model, device_spec),

@@ -144,3 +144,10 @@ class KVOptions(msgspec.Struct, frozen=True, kw_only=True):
             "it was found again: 100 costs little. Default: of none.",
         ),
     ] = 0
+    kv_events_path: Annotated[
+        str | None,
+        Meta(
+            description="Folder in which each engine core has a Unix socket (core-0.kv ...) that tells which blocks "
+            "the prefix cache holds, for routers. Default: none."
+        ),
+    ] = None

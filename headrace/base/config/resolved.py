@@ -156,6 +156,7 @@ class KVSpec(msgspec.Struct, frozen=True, kw_only=True):
     fit: bool = False
     least_tokens: int | None = None
     choices: CacheChoices = CacheChoices()
+    events_path: str | None = None
 
 
 class SchedulerSpec(msgspec.Struct, frozen=True, kw_only=True):

@@ -82,7 +82,7 @@ class KVManager:
         self._even = [g for g in self._shared if self.ratios[g] == 1]
         self._uneven = [g for g in self._shared if self.ratios[g] > 1]
         self._cross = CrossOutputs(facts)
-        self._hasher = HASHERS[choices.hashing](hash_key)
+        self.hasher = HASHERS[choices.hashing](hash_key)
         self._chunk_tokens = chunk_tokens
         self.capacity_tokens = capacity_tokens(
             lambda tokens: self.least_needed(tokens) <= self.pool.num_usable,
@@ -126,7 +126,7 @@ class KVManager:
         if not request.chain_start:
             wire = request.wire
             keys = (*wire.extra_keys, *request.adapter.keys)
-            request.chain_start = self._hasher.start(
+            request.chain_start = self.hasher.start(
                 tenant=wire.tenant, salt=wire.cache_salt, extra_keys=keys
             )
         if request.needs_whole_prompt:
@@ -307,7 +307,7 @@ class KVManager:
     def register_each(self, requests: Sequence[Request], blocks: Sequence[bytes]) -> None:
         """Names the block that each of these decoding requests has just filled with these
         tokens."""
-        extend, tag = self._hasher.extend, self.pool.tag
+        extend, tag = self.hasher.extend, self.pool.tag
         for request, token_bytes in zip(requests, blocks, strict=True):
             index = request.registered
             request.registered = index + 1
@@ -394,5 +394,5 @@ class KVManager:
             token_bytes = request.token_bytes(start, start + size)
             if request.media:
                 token_bytes += media_mark(request.media, start, start + size)
-            chain.append(self._hasher.extend(parent, token_bytes))
+            chain.append(self.hasher.extend(parent, token_bytes))
         return chain[index]

@@ -42,6 +42,8 @@ class KVPool(Protocol):
     unit: str
     num_usable: int
     num_evictions: int
+    on_forgotten: Callable[[int, bytes], None] | None
+    """Is told the group and the content that cannot be found any more, but by `forget_all`."""
 
     @property
     def num_free(self) -> int:
@@ -111,6 +113,7 @@ class BlockPool:
     """
 
     unit = "blocks"
+    on_forgotten: Callable[[int, bytes], None] | None = None
 
     def __init__(self, num_blocks: int, num_groups: int) -> None:
         self.num_usable = num_blocks - 1
@@ -222,6 +225,8 @@ class BlockPool:
         group, digest = self._tags.pop(block)
         del self._by_digest[group][digest]
         self._tagged[block] = False
+        if self.on_forgotten is not None:
+            self.on_forgotten(group, digest)
 
 
 DIGEST_BYTES = 16

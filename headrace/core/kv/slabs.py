@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 NOBODY = -1
 
@@ -36,6 +36,7 @@ class SlabPool:
     """
 
     unit = "slabs"
+    on_forgotten: Callable[[int, bytes], None] | None = None
 
     def __init__(
         self, num_slabs: int, blocks_per_slab: Sequence[int], trims: Sequence[bool]
@@ -288,4 +289,7 @@ class SlabPool:
         self.num_free_in[group] -= 1
 
     def _untag(self, group: int, block: int) -> None:
-        del self._by_digest[group][self._tags[group].pop(block)]
+        digest = self._tags[group].pop(block)
+        del self._by_digest[group][digest]
+        if self.on_forgotten is not None:
+            self.on_forgotten(group, digest)
