@@ -3,6 +3,7 @@ VPTQ, EXL3), whose groups have bits of their own (EXL2), or whose inputs are rot
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Mapping
 
@@ -66,6 +67,8 @@ def vptq_members(shape: Shape, numbers: Numbers) -> Forms:
 
 def exl2_shape(stored: StoredMembers) -> Shape:
     rows, outputs = stored.shape("values")
+    if math.prod(stored.shape("groups")) > 2 * rows:  # before they are read
+        raise ValueError(f"{stored.names['groups']} has more pairs than there are rows")
     inputs = sum(size for _, size in exl2_groups(stored.content("groups"), rows))
     if stored.has("inverse") and stored.shape("inverse") != (inputs,):
         raise ValueError(f"its groups have {inputs} inputs, {stored.names['inverse']} others")
@@ -106,7 +109,10 @@ def exl3_shape(stored: StoredMembers) -> Shape:
     if inputs % 8 or outputs % 8:
         raise ValueError("both sizes must be multiples of 128")
     for role, multiplier in MULTIPLIERS.items():
-        if stored.has(role) and stored.content(role) != multiplier.to_bytes(4, "little"):
+        if not stored.has(role):
+            continue
+        single = math.prod(stored.shape(role)) == 1
+        if not single or stored.content(role) != multiplier.to_bytes(4, "little"):
             raise ValueError(f"{stored.names[role]} is none of the known codebooks")
     for packed, plain in (("su", "suh"), ("sv", "svh")):
         if not stored.has(packed) and not stored.has(plain):

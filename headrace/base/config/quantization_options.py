@@ -37,6 +37,7 @@ WEIGHT_BITS = {
 SCHEME_ALIASES = {
     "fp8_per_tensor": "fp8-tensor",
     "fp8_per_channel": "fp8",
+    "ptpc_fp8": "fp8",
     "fp8_per_block": "fp8-block",
     "int8_per_channel_weight_only": "int8",
     "nvfp4_per_token": "nvfp4",

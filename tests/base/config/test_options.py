@@ -145,7 +145,7 @@ def test_none_is_a_word_where_an_option_is_a_text_and_absence_where_it_may_be_ab
 
 @pytest.mark.parametrize(
     ("theirs", "ours"),
-    [("fp8_per_tensor", "fp8-tensor"), ("fp8_per_block", "fp8-block"), ("fp8_per_channel", "fp8"),
+    [("fp8_per_tensor", "fp8-tensor"), ("fp8_per_block", "fp8-block"), ("fp8_per_channel", "fp8"), ("ptpc_fp8", "fp8"),
      ("int8_per_channel_weight_only", "int8"), ("nvfp4_per_token", "nvfp4"), ("mxfp8", "mxfp8")],
 )  # fmt: skip
 def test_schemes_have_the_names_of_other_servers_too(theirs: str, ours: str) -> None:

@@ -62,6 +62,7 @@ def test_groups_of_exl2_have_bits_of_their_own(tmp_path: Path) -> None:
         ([5, 0, 3, 90], "3 bits has rows 90 to 21"),
         ([8, 0], "inputs, module.q_invperm others"),
         ([5], "pairs"),
+        ([2, 0] * 22, "more pairs than there are rows"),
     ],
 )
 def test_groups_that_do_not_fit_are_refused(
@@ -152,7 +153,10 @@ def assert_near(folder: Path, stored: Tensors, weight: torch.Tensor) -> None:
 def test_the_trellis_of_exl3_is_decoded_and_rotated_back(tmp_path: Path) -> None:
     stored, weight = exl3(3, "mcg")
     assert_near(tmp_path, stored, weight)
-    stored["module.mcg"] += 1
+    stored["module.mcg"] = stored["module.mcg"].expand(2)
+    with pytest.raises(CheckpointError, match=r"module\.mcg is none"):
+        open_weight(tmp_path, EXL3, stored)
+    stored["module.mcg"] = stored["module.mcg"][0] + 1
     with pytest.raises(CheckpointError, match=r"module\.mcg is none of the known codebooks"):
         open_weight(tmp_path, EXL3, stored)
 
