@@ -20,6 +20,13 @@ def states_length(options: Options) -> bool:
     return options.model.max_model_len not in ("auto", LARGEST)
 
 
+def block_span(options: Options, model: ModelFacts) -> int:
+    """Tokens of a sequence that a KV block stands for: those on other ranks that share it out among
+    them, but where windows keep caches whole."""
+    shared = options.device.decode_context_parallel_size
+    return options.kv.block_tokens * (shared if set(model.windows) == {None} else 1)
+
+
 def tokens_of_blocks(options: Options, model: ModelFacts) -> int | None:
     """The most tokens that a stated number of KV blocks holds; None if it is not stated, or bounds
     no sequence as every layer has a window. Block 0 belongs to nobody."""
@@ -27,7 +34,7 @@ def tokens_of_blocks(options: Options, model: ModelFacts) -> int | None:
     if blocks is None or model.encodes or None not in model.windows:
         return None
     halves = 2 if model.encoder_tokens else 1
-    return max(1, (blocks - 1) // halves) * options.kv.block_tokens
+    return max(1, (blocks - 1) // halves) * block_span(options, model)
 
 
 def encoder_tokens(options: Options, model: ModelFacts, max_model_len: int) -> int:

@@ -45,6 +45,7 @@ from headrace.launch.generation_defaults import generation_defaults
 from headrace.launch.kv_types import kv_dtype_of, kv_plain_layers
 from headrace.launch.lengths import (
     LARGEST,
+    block_span,
     encoder_tokens,
     states_length,
     tokens_of_blocks,
@@ -332,11 +333,12 @@ def _kv(
         spec = KVSpec(block_tokens=requested.block_tokens, prefix_caching=False, num_blocks=1)
         return with_slots(spec, requested, model, device_spec)
     blocks, memory, fit, least_tokens = requested.kv_blocks, None, False, None
-    needed = -(-max_model_len // requested.block_tokens) + 1  # block 0 belongs to nobody
+    size = block_span(options, model)
+    needed = -(-max_model_len // size) + 1  # block 0 belongs to nobody
     if blocks is not None and states_length(options) and blocks < needed:
         raise ConfigError(
             f"--kv-blocks {blocks}: --max-model-len {max_model_len} needs {needed} blocks "
-            f"of {requested.block_tokens} tokens"
+            f"of {size} tokens"
         )
     if blocks is None and requested.kv_memory != "auto":
         memory = parse_bytes(requested.kv_memory, field="--kv-memory")

@@ -79,6 +79,11 @@ def test_what_sharing_out_the_context_does_not_go_with_is_named() -> None:
         resolved(device={**SHARED_CONTEXT, "pipeline_parallel": 2})
     found = resolved(device={**SHARED_CONTEXT, "enable_expert_parallel": True}).engine.device
     assert found.context is not None and found.context.ranks == 2 and found.expert_parallel
+    lengths = [
+        resolved(device=device, kv={"kv_blocks": 11}).engine.model.max_model_len
+        for device in ({}, SHARED_CONTEXT)
+    ]
+    assert lengths == [10 * 16, 2 * 10 * 16], "so many times the context fits"
 
 
 def test_stages_are_resolved() -> None:

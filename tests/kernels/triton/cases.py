@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from unittest.mock import patch
 
 import torch
@@ -257,12 +258,13 @@ def _index_select_parts() -> object:
     return bind(INDEX)(*sample.arguments)
 
 
-def _experts_hopper() -> object:
+def _experts_hopper(*, absent: bool = False) -> object:
     """Each regime."""
     from headrace.back.kernels.experts import triton_hopper
 
+    problem = replace(EXPERTS, absent=absent)
     for plan in triton_hopper.PLANS:
-        sample = triton_hopper.sample_of(EXPERTS, plan.m + 2)
+        sample = triton_hopper.sample_of(problem, plan.m + 2)
         triton_hopper.bind(sample.problem, *sample.weights, always=plan)(*sample.arguments)
     return None
 
@@ -699,6 +701,8 @@ CASES: list[tuple[str, Callable[[], object]]] = [
         _call(experts.OP, "experts.triton_experts:KERNEL", replace(EXPERTS, activation="situ")),
     ),
     ("experts Hopper", _experts_hopper),
+    ("experts Hopper of a rank", partial(_experts_hopper, absent=True)),
+    ("experts fp8 of a rank", _experts_fp8(128, absent=True)),
     ("experts fp8", _experts_fp8(None, **GPT_OSS)),
     ("experts fp8 in blocks", _experts_fp8(128)),
     ("experts fp8 Hopper", _experts_fp8(None, hopper=True, **GPT_OSS)),

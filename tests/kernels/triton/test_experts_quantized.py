@@ -111,6 +111,30 @@ def test_regimes_of_e4m3_numbers(group, fixed, width, inner, more):
         close(fp8, problem, sample, run, "fp8")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["fp8", "int4", "bytes"])
+def test_slots_without_an_expert_add_nothing(kind: str) -> None:
+    """PAR-12: in every regime, those of other ranks' experts."""
+    whole = mixture(208, 144, absent=True, **GPT_OSS)
+    problem: Any
+    if kind == "fp8":
+        module, kernel = fp8, triton_experts_fp8.KERNEL
+        problem = fp8.ExpertsFp8Problem(mixture=whole, group=128)
+    elif kind == "int4":
+        module, kernel = int4, triton_experts_int4.KERNEL
+        problem = int4.ExpertsInt4Problem(mixture=whole, form=Int4Form(128))
+    else:
+        module, kernel = eight, triton_experts_bytes.KERNEL
+        problem = eight.ExpertsBytesProblem(mixture=whole, form=ByteForm(16))
+    assert kernel.supports(problem) is None
+    sample = module.sample_of(problem, (1, 19))
+    triton_experts_int4._skipped[sample.problem] = "tiles are asked for"
+    try:
+        close(module, problem, sample, kernel.bind(sample.problem, *sample.weights), kind)
+    finally:
+        del triton_experts_int4._skipped[sample.problem]
+
+
 @pytest.mark.parametrize("tokens", [3, 700])
 def test_rows_are_sorted_as_e4m3_numbers(tokens, monkeypatch):
     """Of few pairs, and of those that are counted first."""
@@ -221,11 +245,13 @@ def test_a_graph_of_dependent_launches_gives_the_same(kind, tokens):
         "30B-A3B int4",
         "30B-A3B int8",
         "30B-A3B mxfp8",
+        "30B-A3B fp8 in blocks, whole experts",
+        "30B-A3B int4, whole experts",
     ],
 )
 def test_sizes_of_real_models(name):
     """All plans, as the self-check at start runs them."""
-    whole = mixture(2048, 768, experts=128, slots=8)
+    whole = mixture(2048, 768, experts=128, slots=8, absent="whole experts" in name)
     module, kernel = (
         (fp8, triton_experts_fp8.KERNEL) if "fp8" in name else (int4, triton_experts_int4.KERNEL)
     )
