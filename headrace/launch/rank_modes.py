@@ -15,7 +15,7 @@ _OF_EXPERTS: Mapping[str, Entry] = {
     "tensor parallelism": ShownPair(
         "models/test_tensor_parallel.py::test_ranks_with_whole_experts_give_the_logits_of_one"
     ),
-    "pipeline parallelism": UnshownPair("the ranks of each stage share out its experts"),
+    "pipeline parallelism": ShownPair("e2e/test_pipeline.py::test_stages_answer_as_one_worker"),
     "decode context parallelism": UnshownPair("one is of mixtures, the other of caches"),
     "GPUs": UnshownPair("kernels check slots without an expert at start; it takes several GPUs"),
     "adapters": UnshownPair("those of experts are refused by name, others are as without"),

@@ -49,6 +49,7 @@ class Case(NamedTuple):
     model: dict[str, Any] = {}
     kv: dict[str, Any] = {}
     step: int = 64
+    experts: bool = False
 
     def spec(self, stages: int, *, in_parts: bool = False) -> EngineSpec:
         tree = Options(
@@ -59,6 +60,7 @@ class Case(NamedTuple):
                 pipeline_parallel=stages,
                 pipeline_layers=self.layers if stages > 1 else None,
                 sequence_parallel=in_parts,
+                enable_expert_parallel=self.experts,
             ),
             model=ModelOptions(max_model_len=512, **({"deterministic": True} | self.model)),
             kv=KVOptions(kv_blocks=200, **self.kv),
@@ -78,6 +80,7 @@ CASES = {
     "three-drafts": Case(stages=3, speculation=NGRAM),
     "quantized": Case(model={"quantization": "int8", "deterministic": False}),
     "quantized-cache": Case(kv={"kv_dtype": "int8"}, model={"deterministic": False}),
+    "experts": Case(ranks=2, experts=True, model={"demo": "mixture", **FLOAT32}),
     "no-prefix-cache": Case(kv={"prefix_caching": False}),
 }
 
