@@ -104,7 +104,7 @@ def test_the_operations_of_a_decode_step_do_not_grow_with_its_rows(
     """Steady decode has no loop over rows: as many tensor operations at 32 rows as at 2, at most 40; none at all where
     the step is recorded (here by the warm-up)."""
     if exact:
-        monkeypatch.setattr(devices, "_why_exact", lambda resources: "for the test")
+        monkeypatch.setattr(devices, "why_exact", lambda resources: "for the test")
     spec = tiny_spec(max_running=32, num_blocks=80)
 
     class Silent(TinyModel):

@@ -82,7 +82,7 @@ def test_replayed_decodes_give_the_tokens_of_steps_run_as_they_are(options, monk
     replay = replay_of(recorded)
     assert replay.num_graphs >= 3 and replay.foreign == ()
     recorded.close()
-    monkeypatch.setattr(devices, "_why_exact", lambda resources: "for the test")
+    monkeypatch.setattr(devices, "why_exact", lambda resources: "for the test")
     exact = engine(*options)
     assert answers(exact, lengths) == first == again
     exact.close()

@@ -232,7 +232,7 @@ def test_masks_in_recorded_steps_give_the_tokens_of_the_host(
     assert bool(calls) == within
     if recorded and isinstance(runner._steps._replay, CpuGraphs):
         assert runner._steps._replay.num_graphs and not runner._steps._replay.foreign
-    monkeypatch.setattr(devices, "_why_exact", lambda resources: "for the test")
+    monkeypatch.setattr(devices, "why_exact", lambda resources: "for the test")
     monkeypatch.setattr("headrace.back.runner.runner.Sampler", Sampler)
     exact = start_runner(
         tiny_spec(max_step_tokens=400, num_blocks=200), TinyModel(), device=CPU, steps=make_steps
