@@ -202,9 +202,10 @@ def test_settings_are_stated_once_and_what_is_resolved_has_another_form() -> Non
     typed = {f.name: f for f in msgspec.structs.fields(ServerOptions) if f.name not in settings}
     spec = {f.name: f for f in msgspec.structs.fields(ServerSpec) if f.name not in settings}
     assert typed.keys() - spec.keys() == {
-        "api_keys", "admin_key", "tool_parser", "reasoning_parser"
+        "api_keys", "admin_key", "tool_parser", "reasoning_parser", "ssl_certfile", "ssl_keyfile",
+        "ssl_ca_certs",
     }  # fmt: skip
-    assert spec.keys() - typed.keys() == {"api_key_digests", "admin_key_digest"}
+    assert spec.keys() - typed.keys() == {"api_key_digests", "admin_key_digest", "tls"}
     server = {"max_n": 3, "max_body_bytes": "1KiB", "profile_dir": "traces", "admin_listen": "7"}
     found = resolved(server=server).server
     assert (found.max_n, found.max_body_bytes) == (3, 1024)
