@@ -21,7 +21,7 @@ PROJECTIONS = ("linear.weight", "colbert_linear.weight")
 def read_colbert(folder: Path, config: ConfigReader) -> Modules | None:
     """The projection, and the tokens of queries and documents; what is not said is as ColBERTv2 has
     it. None for any other checkpoint."""
-    if config.raw.get("architectures", [None])[0] not in COLBERTS:
+    if not COLBERTS.intersection(config.list("architectures", (), of=str)[:1]):
         return None
     path = folder / "artifact.metadata"
     metadata = ConfigReader(read_json(path) if path.is_file() else {}, str(path))

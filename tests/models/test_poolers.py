@@ -20,13 +20,14 @@ from headrace.back.models.load.dense import load_projection
 from headrace.back.parallel.mesh import Mesh
 from headrace.back.runner.batch import StepShape
 from headrace.back.runner.pooler import Pooler
-from headrace.base.config.hf import read_json
+from headrace.base.config.hf import ConfigReader, read_json
 from headrace.base.config.resolved import ModelSpec
 from headrace.base.errors import CheckpointError
 from headrace.base.wire.request import RowPooling, RowSampling
 from headrace.base.wire.step import RowStart
 from headrace.front.server.pooling.listwise import _Block, list_scores
 from headrace.launch.model_facts import ModelFacts
+from headrace.launch.published_pooling import modules_of
 from tests.models.test_encoders import TEXTS, batch_of, bert, gte, loaded, modern, saved, xlm
 from tests.models.test_published_encoders import compare_states, stored
 
@@ -272,3 +273,11 @@ def test_sglangs_classifier_judges_by_its_own_head(tmp_path: Path) -> None:
         got = loaded(spec).classify(hidden)
     wanted = hidden @ head["classification_head.weight"].T
     torch.testing.assert_close(got, wanted, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("named", [{}, {"architectures": None}])
+def test_a_part_of_a_model_names_no_architecture(named: dict[str, Any], tmp_path: Path) -> None:
+    """As the text parts of models that see are saved."""
+    part = ConfigReader(named, "config.json")
+    whole = ConfigReader({"architectures": ["Qwen2VLForConditionalGeneration"]}, "config.json")
+    assert modules_of(tmp_path, part, whole) is None
