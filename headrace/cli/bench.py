@@ -1,7 +1,8 @@
-"""`headrace bench serve|sweep|latency|throughput|startup`."""
+"""`headrace bench serve|sweep|latency|throughput|startup|mm-processor`."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 import time
@@ -26,6 +27,7 @@ ABOUT = {
     "latency": "One batch at a time: prefill rate, decode step, start-up.",
     "throughput": "Everything queued at once: tokens and requests per second.",
     "startup": "A fresh server each time; all options go to `headrace serve`.",
+    "mm-processor": "Images on their way to the engine: reading, processing, placeholders.",
 }
 MOST_STEP_TOKENS = 16384
 MAX_LENGTH = 1 << 24
@@ -43,6 +45,7 @@ def main(argv: Sequence[str]) -> int:
         "latency": _latency,
         "throughput": _throughput,
         "startup": _startup,
+        "mm-processor": _mm_processor,
     }
     if argv and argv[0] in ("-h", "--help"):
         print(_usage())
@@ -189,6 +192,39 @@ def _startup(argv: list[str]) -> int:
         as_json=own.json,
         title="bench startup",
     )
+    return 0
+
+
+def _mm_processor(argv: list[str]) -> int:
+    about = ABOUT["mm-processor"]
+    line = CommandLine("headrace bench mm-processor", about, groups=("model",))
+    line.parser.add_argument("--json", action="store_true", help="print one JSON object")
+    for flag, help_text, default, least, greatest in (
+        ("--num-prompts", "chats", 32, 1, MAX_REQUESTS),
+        ("--images-per-prompt", "images in each", 1, 1, 64),
+        ("--width", "pixels", 1024, 8, 16_384),
+        ("--height", "pixels", 768, 8, 16_384),
+        ("--concurrency", "chats at a time", 1, 1, MAX_USERS),
+        ("--warmup", "chats before counting", 1, 0, 10_000),
+    ):
+        line.add_number(flag, help_text, default=default, least=least, greatest=greatest)
+    own, options = line.parse(argv)
+    from headrace.bench.mm_processor import mm_processor
+    from headrace.launch.facts import resolve_text
+
+    text, _, _ = resolve_text(options)
+    result = asyncio.run(
+        mm_processor(
+            text,
+            num_prompts=own.num_prompts,
+            images=own.images_per_prompt,
+            size=(own.width, own.height),
+            concurrency=own.concurrency,
+            warmup=own.warmup,
+        )
+    )
+    facts = {"model": text.model_names[0], **result, "versions": versions()}
+    emit(facts, as_json=own.json, title="bench mm-processor")
     return 0
 
 

@@ -30,7 +30,7 @@ SUMMARIES = {
     "generate": "continue prompts from the command line or a file",
     "batch": "answer a file of requests; repeated, it goes on where it ended",
     "eval": "score a model on the demo models' held-out tasks",
-    "bench": "measure: serve, sweep, latency, throughput, startup",
+    "bench": "measure: serve, sweep, latency, throughput, startup, mm-processor",
     "plan": "whether a model fits a device, and how fast it would run",
     "quantize": "write a checkpoint with quantized weights, which other engines load too",
     "replay": "run one layer again on what went into it, as other schemes hold it",
