@@ -57,13 +57,12 @@ def sampling_params(
     if request.use_beam_search:
         fields["beam_width"] = max(n, best_of or n)
         best_of = None
-    stop = request.stop or ()
     fields |= {
         "n": n,
         "best_of": best_of,
         "max_tokens": max_tokens,
         "logprobs": logprobs,
-        "stop": (stop,) if isinstance(stop, str) else tuple(stop),
+        "stop": (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ()),
         "logit_bias": logit_bias(request),
     }
     if request.attn_capture or request.return_routed_experts or request.kv_transfer_params:

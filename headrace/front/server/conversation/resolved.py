@@ -90,15 +90,14 @@ class RunOptions:
 def run_options(request: Common, adapter: str = "") -> RunOptions:
     """What the request says of it. `adapter`: the one that it names as its model."""
     options = request.stream_options or StreamOptions()
-    interval = stream_interval_of(
-        options.stream_interval or request.stream_interval, options.stream_interval_ms
-    )
     return RunOptions(
         priority=request.priority or 0,
         cache_salt=request.cache_salt or "",
         timeout_s=request.timeout_s,
         client_label=request.request_id,
-        interval=interval,
+        interval=stream_interval_of(
+            options.stream_interval or request.stream_interval, options.stream_interval_ms
+        ),
         adapter=adapter,
         hints=_hints_of(request)
         if request.kv_retention or request.routing_key
