@@ -84,7 +84,8 @@ async def post_chat(context: RequestContext, document: Any) -> Response:
     conversation = to_conversation(
         parse(document, ChatRequest), context.services.served, id=completion_id("chatcmpl")
     )
-    reply, events = await answered(context, conversation)
+    ids, events = await begin(context, conversation)
+    reply = reply_of(context, conversation, ids)
     if reply.fields.stores:
         events = kept(context, events, reply, document, to_answer)
     if reply.fields.streams:
@@ -100,15 +101,18 @@ async def answered(context: RequestContext, conversation: Conversation) -> Answe
 
 def reply_of(context: RequestContext, conversation: Conversation, ids: list[int]) -> ChatReply:
     """What the chunks share, with what is asked of the prompt (these ids) and of its tokens."""
-    fields, tokenizer = conversation.fields, context.services.tokenizer
-    text = tokenizer.decode(ids, skip_special_tokens=False) if fields.prompt_text else None
+    tokenizer = context.services.tokenizer
     return ChatReply(
         id=conversation.id,
         model=conversation.model,
-        fields=fields,
+        fields=conversation.fields,
         prompt_ids=ids,
-        prompt_text=text,
-        spans=partial(spans, tokenizer) if fields.token_offsets else None,
+        prompt_text=(
+            tokenizer.decode(ids, skip_special_tokens=False)
+            if conversation.fields.prompt_text
+            else None
+        ),
+        spans=partial(spans, tokenizer) if conversation.fields.token_offsets else None,
     )
 
 
