@@ -134,9 +134,8 @@ class AttentionSpec:
 
     def shared_context(self, scope: Scope) -> DecodeContext | None:
         """How ranks share out its cache; not where scores depend on where a position stands."""
-        placed = self.chooser or self.slopes or self.position_bias or self.late_length
-        whole = bool(placed or self.window or self.chunk)
-        return split_context(scope, kv_heads=self.kv_heads, whole=whole)
+        far = self.chooser or self.slopes or self.position_bias or self.late_length
+        return split_context(scope, self.kv_heads, whole=bool(far or self.window or self.chunk))
 
     def problem(
         self, scope: Scope, *, heads: int, kv_heads: int, sinks: bool = False
@@ -230,7 +229,7 @@ class Attention:
         self._sinks = self._sinks_param() if spec.sinks else None
         self._qk_norms: tuple[HeadNorm, HeadNorm] | None = None
         if spec.qk_norm is not None:
-            (of_q, of_k), build = spec.qk_norm.names, spec.qk_norm.build
+            build, (of_q, of_k) = spec.qk_norm.build, spec.qk_norm.names
             self._qk_norms = build(scope / of_q, q), build(scope / of_k, k)
         self._value_norm = None
         if spec.value_eps is not None:
@@ -260,7 +259,6 @@ class Attention:
         all), whose keys and values are in the cache."""
         plan = batch.plans[batch.group_of_layer[self._layer]]
         kv = batch.kv[self._layer]
-        slot_T = plan.slot_T if self._context is None else self._context.slots(plan)
         qkv_TC, gate_TX = self._qkv.project(x_TE), None
         if self._spec.gate is not None:
             *qkv_sizes, gate_size = self._qkv.sizes
@@ -268,9 +266,9 @@ class Attention:
         if self._fused is not None:
             own_PR = self._rope.table_PR if self._rope else batch.positions_T[:0]
             table_PR = own_PR if batch.rope_table_TR is None else batch.rope_table_TR
-            q_THD = self._fused(qkv_TC, batch.positions_T, table_PR, kv, slot_T)
+            q_THD = self._fused(qkv_TC, batch.positions_T, table_PR, kv, plan.slot_T)
         else:
-            q_THD = self._separately(qkv_TC, batch, kv, slot_T)
+            q_THD = self._separately(qkv_TC, batch, kv, plan.slot_T)
         if self._query_scale is not None:
             q_THD = q_THD * self._query_scale.factors(batch.positions_T)
         if batch.probe is not None:
@@ -361,9 +359,11 @@ class Attention:
         bias = () if spec.position_bias is None else (spec.position_bias.table,)
         weights = (sinks_H, *bias) if bias or sinks_H is not None else ()
         if self._context is not None:
+            self._write = self._context.writes(self._write)
+            self._fused = self._fused and self._context.writes(self._fused)
             self._attend = self._context.of_heads(scope, self._problem, sinks_H)
-            return
-        self._attend = bind_attention(scope, self._problem, *weights)
+        else:
+            self._attend = bind_attention(scope, self._problem, *weights)
 
     def _build_out_norm(self, value_dim: int) -> SplitRMSNorm | None:
         if self._spec.out_norm is None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,7 +36,7 @@ Attend = Callable[..., torch.Tensor]
 """Of q, the cache, a plan and where log-sum-exps go."""
 
 
-def split_context(scope: Scope, *, kv_heads: int, whole: bool = False) -> DecodeContext | None:
+def split_context(scope: Scope, kv_heads: int, *, whole: bool = False) -> DecodeContext | None:
     """How a layer of so many KV heads on all ranks shares out its cache; None: it does not, or
     keeps it `whole`. ConfigError if the ranks do not hold the same heads."""
     split, ranks = scope.mesh.dcp, scope.mesh.tp.size
@@ -70,6 +71,15 @@ class DecodeContext:
     def slots(self, plan: AttentionPlan) -> torch.Tensor:
         """Where this step's tokens are written here; those of other ranks into the null block."""
         return local_slots(plan.slot_T, self.split, self.block_tokens)
+
+    def writes(self, write: Callable[..., Any]) -> Callable[..., Any]:
+        """f of what op `write` takes, slots last: those of this rank's tokens."""
+
+        def written(*arguments: Any) -> Any:
+            *rest, slot_T = arguments
+            return write(*rest, local_slots(slot_T, self.split, self.block_tokens))
+
+        return written
 
     def of_heads(
         self, scope: Scope, problem: AttentionProblem, sinks_H: torch.Tensor | None = None
