@@ -17,7 +17,7 @@ from headrace.back.kernels.attention.op import AttentionProblem
 from headrace.back.kernels.qk_rope_write.op import OP as QK_ROPE_WRITE
 from headrace.back.kernels.qk_rope_write.op import QKRopeWrite, QKRopeWriteProblem
 from headrace.back.layers.alibi import local_slopes
-from headrace.back.layers.attended import Queries, chosen
+from headrace.back.layers.attended import Queries
 from headrace.back.layers.attention_names import SEPARATE, AttentionNames
 from headrace.back.layers.chosen_positions import ChosenPositions, ChosenSizes
 from headrace.back.layers.decode_context import DecodeContext, split_context
@@ -274,9 +274,9 @@ class Attention:
         if batch.probe is not None:
             batch.probe.see(self._layer, self._problem, q_THD, kv, plan)
         index = None if self._chosen is None else self._chosen.queries(x_TE, batch, at_N)
-        if at_N is None:
-            return q_THD, gate_TX, index
-        return q_THD.index_select(0, at_N), chosen(gate_TX, at_N), index
+        if at_N is not None:
+            q_THD, gate_TX = q_THD[at_N], None if gate_TX is None else gate_TX[at_N]
+        return q_THD, gate_TX, index
 
     def attend_into(
         self, queries: Queries, residual_TE: torch.Tensor, batch: Batch
