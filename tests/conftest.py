@@ -57,7 +57,9 @@ def pytest_pycollect_makeitem(
     """Where slow tests are left out, their cases are not made first."""
     if not name.startswith("test") or collector.config.getoption("markexpr") != "not slow":
         return None
-    return [] if any(mark.name == "slow" for mark in getattr(obj, "pytestmark", ())) else None
+    marks = getattr(obj, "pytestmark", ())  # a mark alone: of a module that another one imports
+    is_slow = isinstance(marks, list) and any(mark.name == "slow" for mark in marks)
+    return [] if is_slow else None
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from headrace.base.config.bounds import Bytes, BytesOrAuto, Positive, Seconds
+from headrace.base.config.bounds import Bytes, BytesOrAuto, Natural, Positive, Seconds
 
 
 class CacheChoices(msgspec.Struct, frozen=True, kw_only=True):
@@ -137,9 +137,8 @@ class KVOptions(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = 1
     watched_blocks: Annotated[
-        int,
+        Natural,
         Meta(
-            ge=0,
             description="Of one in so many blocks that are taken the metrics tell how long it lived, lay idle and when "
             "it was found again: 100 costs little. Default: of none.",
         ),

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import torch
 
-from headrace.back.runner import start
+from headrace.back.runner import stages, start
 from headrace.back.runner.exact_steps import ExactSteps
 from headrace.back.runner.fit import GRAPH_BYTES, Profile
 from headrace.back.runner.memory import least_blocks
@@ -57,7 +57,7 @@ def trials(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(start, "compiles_kernels", lambda device: True)
     monkeypatch.setattr(start, "profile_step", profile)
-    monkeypatch.setattr(start, "Runner", Watched)
+    monkeypatch.setattr(stages, "Runner", Watched)
     monkeypatch.setattr(ExactSteps, "compiling", compiling)
     return events
 

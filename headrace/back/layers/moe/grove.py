@@ -55,8 +55,8 @@ class GroveMixture(Mixture):
         params = scope.ledger.params[first:]
         for param in params:
             param.routed = sizes.experts, min(router.top_k, sizes.experts)
-        self._sizes = sizes.experts, place.width, local_size(sizes.part, scope.mesh.tp)
-        self._set = ExpertSet(self._beside, loaded, params, sizes=self._sizes)
+        self._beside_sizes = sizes.experts, place.width, local_size(sizes.part, scope.mesh.tp)
+        self._set = ExpertSet(self._beside, loaded, params, sizes=self._beside_sizes)
         self._adjugates = not_loaded
         scope.on_finish(self._finish_adjugates)
 
@@ -69,7 +69,7 @@ class GroveMixture(Mixture):
         return y_TE + self._adjugates(x_TE, group_TK, weight_TK * self._grove.scale)
 
     def _finish_adjugates(self) -> None:
-        groups, width, inner = self._sizes
+        groups, width, inner = self._beside_sizes
         problem = ExpertsProblem(
             device=self._beside.kind,
             dtype=self._beside.dtype,
