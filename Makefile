@@ -91,10 +91,10 @@ unit: $(DEV) native-here
 	@echo "==> pytest, $(WORKERS) at a time"
 	@$(PYTEST) -m "not slow" $(BESIDE) $(ARGS)
 
-# The compilers leave cores idle at times, and what checks the text needs none of what they make.
+# The compilers leave cores idle at times, and tests that wait do; what checks the text needs none of what they make.
 test: $(RUN)
-	@$(MAKE) --no-print-directory -j2 --output-sync=line native-here types
-	@$(MAKE) --no-print-directory unit
+	@$(MAKE) --no-print-directory -j2 --output-sync=line native-here $(DEV)
+	@$(MAKE) --no-print-directory -j2 --output-sync=line types unit
 
 # Properties too, with examples that no run has drawn before.
 # Bounds on waiting times count only the time in which nothing else ran, so here, in the first part, their tests run

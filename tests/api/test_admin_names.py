@@ -133,7 +133,10 @@ def as_admin(served: Served, path: str, document: object = None) -> httpx.Respon
     return served.post(path, document, **{"x-api-key": ADMIN})
 
 
-@pytest.mark.parametrize("path", ["/sleep?level=1&mode=keep", "/pause?mode=keep"])
+@pytest.mark.parametrize(
+    "path",
+    ["/sleep?level=1&mode=keep", pytest.param("/pause?mode=keep", marks=pytest.mark.slow)],
+)
 def test_what_is_frozen_goes_on_with_the_same_tokens(slow: Served, path: str) -> None:
     """A request that had begun outlives the loss of its KV blocks; its answer is that of one which kept them."""
     undisturbed = asked(slow, 150)
@@ -166,6 +169,7 @@ def test_asleep_with_begun_requests_a_pause_that_waits_for_them_is_a_conflict(sl
         assert frozen.result(300)["finish_reason"] == "length"
 
 
+@pytest.mark.slow
 def test_running_requests_give_their_blocks_up_to_a_reset_and_say_the_same(slow: Served) -> None:
     undisturbed = asked(slow, 150)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:

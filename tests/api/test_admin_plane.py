@@ -188,6 +188,7 @@ def test_when_the_old_weights_are_gone_too_everything_is_refused_until_some_are_
         assert served.at_rest()
 
 
+@pytest.mark.slow
 def test_when_one_of_two_replicas_cannot_read_the_weights_both_keep_the_old_weights(
     other_weights: Path,
 ) -> None:
@@ -216,6 +217,7 @@ def texts_of_all(served: Served) -> set[str]:
         return set(pool.map(lambda _: said(served), range(12)))
 
 
+@pytest.mark.slow
 def test_a_profile_of_the_steps_is_written_where_the_option_says(tmp_path: Path) -> None:
     with admin_server("--profile-dir", str(tmp_path / "traces")) as (served, client):
         assert client.post("/profile", json={"action": "stop"}).status_code == 409
@@ -352,6 +354,7 @@ def test_read_only_tells_but_changes_nothing(model: Path) -> None:
         assert said(served)
 
 
+@pytest.mark.slow
 def test_the_log_level_reaches_every_process_and_those_that_come_later() -> None:
     """HTTP and command alike; a core that is started anew logs at the level that was set."""
     options = ("--replicas", "2", "--api-servers", "2", "--executor", "processes")

@@ -32,6 +32,7 @@ def slot(served: Served, action: str, key: str = "mine", **body: Any) -> Any:
     return answer.status_code, answer.json()
 
 
+@pytest.mark.slow
 def test_a_conversation_outlives_its_server(tmp_path: Path) -> None:
     talk: list[Any] = [
         {"role": "system", "content": SYSTEM},

@@ -63,7 +63,7 @@ class Towers:
         return np.array([one.get("embedding", one.get("data")) for one in answer.json()["data"]])
 
 
-SLOW = ("siglip", "metaclip2")
+SLOW = ("siglip", "siglip2", "metaclip2")
 
 
 def unit(features: Any) -> np.ndarray:
@@ -109,7 +109,7 @@ def write(folder: Path, name: str) -> tuple[Any, Any, int]:
 
 @pytest.fixture(
     scope="module",
-    params=["clip", "siglip2", *(pytest.param(one, marks=pytest.mark.slow) for one in SLOW)],
+    params=["clip", *(pytest.param(one, marks=pytest.mark.slow) for one in SLOW)],
 )
 def towers(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory

@@ -204,6 +204,7 @@ def test_the_wait_between_waves_is_part_of_the_deadline(narrow: Served) -> None:
     eventually(narrow.at_rest, within_s=5)
 
 
+@pytest.mark.slow
 def test_streams_go_on_beside_256_prompts_of_1500_tokens(model: Path) -> None:
     """Reliability 1.17: what is wide has two steps of tokens with the engine, so that who comes meanwhile waits for
     these and not for all of it (such a request starved streams for a minute)."""

@@ -54,6 +54,7 @@ def test_an_upload_without_room_answers_507_and_leaves_nothing(
         assert len(client.files.content(made.id).read()) == 1 << 18
 
 
+@pytest.mark.slow
 def test_a_batch_without_room_pauses_with_the_reason_and_goes_on_later(
     served: Served, write_lines: Callable[[list[dict[str, Any]]], Path]
 ) -> None:

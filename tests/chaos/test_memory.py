@@ -48,6 +48,7 @@ def held(served: Served) -> tuple[float, float]:
     return mib(served.api_processes), mib(served.cores)
 
 
+@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.timeout(240)
 def test_hostile_requests_leave_nothing_behind(tmp_path: Path) -> None:

@@ -58,6 +58,7 @@ def test_a_soak_with_aborts_leaves_nothing_behind() -> None:
     assert {"200", "cut"} == set(report["outcomes"])
 
 
+@pytest.mark.slow
 @pytest.mark.serial
 def test_requests_cut_at_random_moments_leave_nothing_behind() -> None:
     """1.1; the latency of the abort is the full run's: here the machine is busy with other tests."""

@@ -112,11 +112,9 @@ def test_the_predicted_wait_is_the_one_that_comes(seconds: float) -> None:
     assert started == pytest.approx(load.wait_s(load.waiting), rel=0.15), begin
 
 
-@pytest.mark.covering(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("deadline_s", [2.0, 10.0])
-@pytest.mark.parametrize(
-    "level", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 5)), 20]
-)
+@pytest.mark.parametrize("level", [1, 2, 5, 20])
 def test_overlapped_steps_lose_one_step_of_a_row_per_request_and_no_more(
     level: float, deadline_s: float
 ) -> None:
