@@ -94,7 +94,7 @@ unit: $(DEV) native-here
 # The compilers leave cores idle at times, and tests that wait do; what checks the text needs none of what they make.
 test: $(RUN)
 	@$(MAKE) --no-print-directory -j2 --output-sync=line native-here $(DEV)
-	@$(MAKE) --no-print-directory -j2 --output-sync=line types unit
+	@$(MAKE) --no-print-directory -j2 types unit  # line by line: a run that is cut off has no other output
 
 # Properties too, with examples that no run has drawn before.
 # Bounds on waiting times count only the time in which nothing else ran, so here, in the first part, their tests run
