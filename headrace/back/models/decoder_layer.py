@@ -101,6 +101,33 @@ class Layer(Protocol):
         ...
 
 
+class LayerAround:
+    """What a layer has around whose pass something is done; its heirs say what (`forward`)."""
+
+    def __init__(self, layer: Layer) -> None:
+        self._layer = layer
+
+    @property
+    def mixer(self) -> Mixer[Any] | None:
+        """See Layer."""
+        return self._layer.mixer
+
+    @property
+    def kv_forms(self) -> tuple[CacheForm, ...]:
+        """See Layer."""
+        return self._layer.kv_forms
+
+    @property
+    def tail(self) -> Tail | None:
+        """See Layer."""
+        return self._layer.tail
+
+    @property
+    def takes_adapters(self) -> bool:
+        """See Layer."""
+        return self._layer.takes_adapters
+
+
 class DecoderLayer:
     """Adds its branches to the residual stream. See LayerSpec."""
 

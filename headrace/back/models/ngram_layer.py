@@ -7,16 +7,19 @@ T tokens, E hidden size.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from headrace.back.attention.forms import CacheForm
 from headrace.back.attention.plan import Batch
 from headrace.back.layers.hashed_ngrams import HashedNGrams, HashedNGramSpec
-from headrace.back.layers.layer_tail import Tail
-from headrace.back.layers.mixer import Mixer
 from headrace.back.layers.norm import NormSpec
 from headrace.back.layers.scope import Scope
-from headrace.back.models.decoder_layer import DecoderLayerSpec, DecoderSizes, Layer, Stream
+from headrace.back.models.decoder_layer import (
+    DecoderLayerSpec,
+    DecoderSizes,
+    Layer,
+    LayerAround,
+    Stream,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,31 +37,17 @@ class NGramLayerSpec:
         return NGramLayer(layer, HashedNGrams(scope / self.name, own, self.ngrams, sizes.width))
 
 
-class NGramLayer:
+class NGramLayer(LayerAround):
     """See NGramLayerSpec."""
 
     def __init__(self, layer: Layer, ngrams: HashedNGrams) -> None:
-        self._layer, self._ngrams = layer, ngrams
-
-    @property
-    def mixer(self) -> Mixer[Any] | None:
-        """See Layer."""
-        return self._layer.mixer
+        super().__init__(layer)
+        self._ngrams = ngrams
 
     @property
     def kv_forms(self) -> tuple[CacheForm, ...]:
         """The layer's, and that of the tokens."""
-        return (*self._layer.kv_forms, self._ngrams.kv_form)
-
-    @property
-    def tail(self) -> Tail | None:
-        """See Layer."""
-        return self._layer.tail
-
-    @property
-    def takes_adapters(self) -> bool:
-        """See Layer."""
-        return self._layer.takes_adapters
+        return (*super().kv_forms, self._ngrams.kv_form)
 
     def forward(self, stream: Stream, batch: Batch, *, last: bool) -> Stream:
         """See Layer."""

@@ -10,13 +10,9 @@ bytes of the sums over all ranks that stand there else.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-from headrace.back.attention.forms import CacheForm
 from headrace.back.attention.plan import Batch
 from headrace.back.layers.attention import AttentionSpec
-from headrace.back.layers.layer_tail import Tail
-from headrace.back.layers.mixer import Mixer
 from headrace.back.layers.mlp import GatedMLPSpec
 from headrace.back.layers.moe.mixture import MixtureSpec
 from headrace.back.layers.norm import PRE, RMSNorm
@@ -25,6 +21,7 @@ from headrace.back.models.decoder_layer import (
     DecoderLayer,
     DecoderLayerSpec,
     Layer,
+    LayerAround,
     LayerSpec,
     Stream,
 )
@@ -68,35 +65,13 @@ def _norms_rows(layer: Layer) -> bool:
     return isinstance(layer.before_attention, RMSNorm) and isinstance(layer.before_mlp, RMSNorm)
 
 
-class _Around:
-    """A layer, with something done around its pass."""
-
+class _OfRows(LayerAround):
     def __init__(self, layer: Layer, scope: Scope) -> None:
-        self._layer = layer
+        super().__init__(layer)
         self._axis, self._least = scope.mesh.tp, scope.mesh.sequence_rows
 
-    @property
-    def mixer(self) -> Mixer[Any] | None:
-        """See Layer."""
-        return self._layer.mixer
 
-    @property
-    def kv_forms(self) -> tuple[CacheForm, ...]:
-        """See Layer."""
-        return self._layer.kv_forms
-
-    @property
-    def tail(self) -> Tail | None:
-        """See Layer."""
-        return self._layer.tail
-
-    @property
-    def takes_adapters(self) -> bool:
-        """See Layer."""
-        return self._layer.takes_adapters
-
-
-class FirstLayer(_Around):
+class FirstLayer(_OfRows):
     """Of the residual behind it each rank keeps its rows."""
 
     def forward(self, stream: Stream, batch: Batch, *, last: bool) -> Stream:
@@ -108,7 +83,7 @@ class FirstLayer(_Around):
         return branch_TE, own_rows(residual_TE, self._axis)
 
 
-class LastLayer(_Around):
+class LastLayer(_OfRows):
     """Has all rows again."""
 
     def forward(self, stream: Stream, batch: Batch, *, last: bool) -> Stream:

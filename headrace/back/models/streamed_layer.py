@@ -7,17 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 
-from headrace.back.attention.forms import CacheForm
 from headrace.back.attention.plan import Batch
-from headrace.back.layers.layer_tail import Tail
-from headrace.back.layers.mixer import Mixer
 from headrace.back.layers.offload import HostPart, Offload
 from headrace.back.layers.scope import Scope
-from headrace.back.models.decoder_layer import Layer, Stream
+from headrace.back.models.decoder_layer import Layer, LayerAround, Stream
 
 
 @contextmanager
@@ -62,33 +58,13 @@ def streamed(layers: list[Layer], scope: Scope) -> list[Layer]:
     ]
 
 
-class StreamedLayer:
+class StreamedLayer(LayerAround):
     """A layer, with its part of the stream in its slot while it runs. `number`: of the part, None:
     it has none; `begins`: the step's first layer starts the stream."""
 
     def __init__(self, layer: Layer, offload: Offload, number: int | None, *, begins: bool) -> None:
-        self._layer, self._offload = layer, offload
-        self._number, self._begins = number, begins
-
-    @property
-    def mixer(self) -> Mixer[Any] | None:
-        """See Layer."""
-        return self._layer.mixer
-
-    @property
-    def kv_forms(self) -> tuple[CacheForm, ...]:
-        """See Layer."""
-        return self._layer.kv_forms
-
-    @property
-    def tail(self) -> Tail | None:
-        """See Layer."""
-        return self._layer.tail
-
-    @property
-    def takes_adapters(self) -> bool:
-        """See Layer."""
-        return self._layer.takes_adapters
+        super().__init__(layer)
+        self._offload, self._number, self._begins = offload, number, begins
 
     def forward(self, stream: Stream, batch: Batch, *, last: bool) -> Stream:
         """See Layer."""

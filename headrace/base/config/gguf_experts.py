@@ -195,6 +195,18 @@ def _dbrx(file: GGUFFile, name: str, config: Config) -> None:
     }
 
 
+def _sparse_latent(model_type: str, architecture: str) -> GGUFArchitecture:
+    """DeepSeek sparse attention: an indexer over latents."""
+    return GGUFArchitecture(
+        model_type=model_type,
+        architecture=architecture,
+        fixed=SILU,
+        keys=ROUTED | LATENT | DRAFTS | _INDEXER,
+        adjust=_indexed,
+        latent=True,
+    )
+
+
 ROWS: Final[dict[str, GGUFArchitecture]] = {
     "bailingmoe": GGUFArchitecture(
         model_type="deepseek", architecture="DeepseekForCausalLM", fixed=SILU, keys=ROUTED
@@ -272,22 +284,8 @@ ROWS: Final[dict[str, GGUFArchitecture]] = {
         varied=True,
         short_values=True,
     ),
-    "glm-dsa": GGUFArchitecture(
-        model_type="glm_moe_dsa",
-        architecture="GlmMoeDsaForCausalLM",
-        fixed=SILU,
-        keys=ROUTED | LATENT | DRAFTS | _INDEXER,
-        adjust=_indexed,
-        latent=True,
-    ),
-    "deepseek32": GGUFArchitecture(
-        model_type="deepseek_v32",
-        architecture="DeepseekV32ForCausalLM",
-        fixed=SILU,
-        keys=ROUTED | LATENT | DRAFTS | _INDEXER,
-        adjust=_indexed,
-        latent=True,
-    ),
+    "glm-dsa": _sparse_latent("glm_moe_dsa", "GlmMoeDsaForCausalLM"),
+    "deepseek32": _sparse_latent("deepseek_v32", "DeepseekV32ForCausalLM"),
     "kimi-linear": GGUFArchitecture(
         model_type="kimi_linear",
         architecture="KimiLinearForCausalLM",
