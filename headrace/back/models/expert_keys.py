@@ -54,9 +54,6 @@ def _mimo_v2(config: ConfigReader) -> Keys:
     pattern = config.list("hybrid_layer_pattern", None, of=int, length=layers)
     if pattern is None:
         return {}
-    layout = config.str("attention_projection_layout", "split")
-    if layout != "split":
-        raise config.wrong("attention_projection_layout", "split: a tensor for each projection")
     if config.bool("add_full_attention_sink_bias", False):
         raise config.wrong("add_full_attention_sink_bias", "false")
     sparse = config.list("moe_layer_freq", of=int, length=layers)
@@ -78,7 +75,25 @@ def _mimo_v2(config: ConfigReader) -> Keys:
             for kind, theta in thetas.items()
         },
         **called(config, {"layernorm_epsilon": "rms_norm_eps"}),
+        **_mimo_sections(config),
     }
+
+
+def _mimo_sections(config: ConfigReader) -> Keys:
+    """One tensor for queries, keys and values lies as so many ranks of tensor parallelism have it
+    as there are KV heads in layers without windows, and is FP8 in blocks that begin anew for each.
+    Of others it is not said how they lie."""
+    layouts = ("split", "fused_qkv")
+    if config.choice("attention_projection_layout", layouts, "split") == "split":
+        return {}
+    stored = config.section("quantization_config")
+    blocks = stored is not None and stored.list("weight_block_size", (), of=int)
+    if stored is None or stored.raw.get("quant_method") != "fp8" or not blocks:
+        raise config.wrong(
+            "attention_projection_layout", "split, where quantization_config has no FP8 in blocks"
+        )
+    sections = {"qkv_proj": config.int("num_key_value_heads", ge=1)}
+    return {"quantization_config": {**stored.raw, "output_sections": sections}}
 
 
 OF_WINDOWS = ("swa_num_attention_heads", "swa_head_dim", "swa_v_head_dim")

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from headrace.back.layers.attention import AttentionNames, AttentionSpec
+from headrace.back.layers.linear import MergedTensor
 from headrace.back.layers.rope import read_rope
 from headrace.back.layers.scope import Scope
 from headrace.back.models.blocks import (
@@ -67,7 +68,17 @@ def _attention(
         window=window,
         qkv_bias=config.bool("attention_bias", False),
         sinks=window is not None,
-        names=AttentionNames(sinks="attention_sink_bias"),
+        names=AttentionNames(sinks="attention_sink_bias", grouped=_merged(config, sizes, kv_heads)),
         value_dim=config.int("v_head_dim", sizes.head_dim, ge=1, le=sizes.head_dim),
         value_scale=config.float("attention_value_scale", 1.0),
     )
+
+
+def _merged(config: ConfigReader, sizes: DecoderSizes, kv_heads: int) -> MergedTensor | None:
+    """The tensor of queries, keys and values in as many groups as layers without windows have KV
+    heads (expert_keys.py)."""
+    if config.choice("attention_projection_layout", ("split", "fused_qkv"), "split") == "split":
+        return None
+    if kv_heads % sizes.kv_heads:
+        raise config.wrong("swa_num_key_value_heads", f"a multiple of {sizes.kv_heads}")
+    return MergedTensor(name="qkv_proj", parts=(0, 1, 2), groups=sizes.kv_heads)

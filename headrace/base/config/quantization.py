@@ -51,6 +51,7 @@ class Numbers(msgspec.Struct, frozen=True, kw_only=True):
     zero_offset  what is added to a stored zero point
     activations  how inputs are to be quantized; None: they stay as they are
     codebook     how vectors of values are looked up; None: values are numbers
+    sections     of the outputs, of equal size, each with groups of its own from its first output on
     """
 
     arrangement: str
@@ -62,6 +63,7 @@ class Numbers(msgspec.Struct, frozen=True, kw_only=True):
     zero_offset: int = 0
     activations: Activations | None = None
     codebook: Codebook | None = None
+    sections: int = 1
 
 
 class Rule(msgspec.Struct, frozen=True, kw_only=True):

@@ -30,10 +30,10 @@ from headrace.base.config.quantization_activations import (
     INT8_TOKENS,
     MXFP8_GROUPS,
     NVFP4_GROUPS,
-    fp8_activations,
     quark_activations,
 )
 from headrace.base.config.quantization_compressed import compressed
+from headrace.base.config.quantization_fp8 import fbgemm, fp8
 from headrace.base.config.quantization_mlx import mlx
 from headrace.base.config.quantization_torch import hqq, torchao
 from headrace.base.config.quantization_vectors import aqlm, exl2, exl3, fp_quant, vptq
@@ -55,28 +55,6 @@ def stored_quantization(raw: Mapping[str, Any], where: str) -> StoredQuantizatio
 def _read(config: ConfigReader) -> StoredQuantization:
     method = config.choice("quant_method", tuple(METHODS))
     return METHODS[method](config)
-
-
-def _fp8(config: ConfigReader) -> StoredQuantization:
-    """fp8 of transformers and DeepSeek: e4m3, a scale per block of outputs x inputs, or one."""
-    config.choice("fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
-    config.choice("scale_fmt", ("ue8m0", "float", "float32"), "float")
-    block = config.list("weight_block_size", (), of=int)
-    if block and (len(block) != 2 or min(block) < 1):
-        raise config.wrong("weight_block_size", "two positive sizes, of outputs and of inputs")
-    numbers = Numbers(
-        arrangement="fp8-blocks" if block else "scaled",
-        bits=8,
-        group=(block[0], block[1]) if block else None,
-        activations=fp8_activations(config, block[1] if block else 0),
-    )
-    return everything("fp8", numbers, plain_modules(config))
-
-
-def _fbgemm(config: ConfigReader) -> StoredQuantization:
-    """e4m3 with a scale for each output."""
-    numbers = Numbers(arrangement="scaled", bits=8, group=(1, 0), activations=E4M3_TOKENS)
-    return everything("fbgemm_fp8", numbers, plain_modules(config))
 
 
 def _gptq(config: ConfigReader) -> StoredQuantization:
@@ -362,8 +340,8 @@ def _bitnet(config: ConfigReader) -> StoredQuantization:
 
 
 METHODS: dict[str, Callable[[ConfigReader], StoredQuantization]] = {
-    "fp8": _fp8,
-    "fbgemm_fp8": _fbgemm,
+    "fp8": fp8,
+    "fbgemm_fp8": fbgemm,
     "gptq": _gptq,
     "marlin": _gptq,
     "awq": _awq,

@@ -174,9 +174,9 @@ def scaled_members(shape: Shape, numbers: Numbers) -> Mapping[str, tuple[Shape, 
         forms: tuple[Shape, ...] = ((*experts, outputs, 1), (*experts, outputs))
         forms = (*forms, (), (1,), tuple(experts))
     else:
-        by_output, by_input = (
-            groups_of(n, g) for n, g in zip((outputs, inputs), numbers.group, strict=True)
-        )
+        sections = numbers.sections
+        by_output = sections * groups_of(-(-outputs // sections), numbers.group[0])
+        by_input = groups_of(inputs, numbers.group[1])
         forms = ((*experts, by_output, by_input), *_single(numbers))
         if by_input == 1:
             forms = (*forms, (*experts, by_output))

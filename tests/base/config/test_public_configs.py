@@ -275,6 +275,9 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "MLX of another mode": ({"quant_method": "mlx", **MLX, "mode": "mxfp3"}, "mode"),
     "MLX of other groups": ({"quant_method": "mlx", **MLX, "mode": "mxfp4"}, "group_size"),
     "QLoRA storage": ({**BNB, "bnb_4bit_quant_storage": "bfloat16"}, "bnb_4bit_quant_storage"),
+    "another size of MXFP4": (
+        {"quant_method": "fp8", "store_dtype": "mxfp4", "mxfp4_block_size": 16}, "mxfp4_block_size"
+    ),
     "another exponent": (
         {"quant_method": "fp8", "weight_block_size": [128, 128], "scale_fmt": "e5m2"}, "scale_fmt"
     ),
@@ -322,6 +325,32 @@ def test_mlx_names_no_method(
     numbers = quantization.of(module)
     found = None if numbers is None else (numbers.arrangement, numbers.bits, numbers.group)
     assert found == expected
+
+
+def test_fp8_of_mimo_has_experts_in_mxfp4_and_sections_of_outputs() -> None:
+    """Keys beside DeepSeek's; what is listed as plain comes first."""
+    config = {
+        **{"quant_method": "fp8", "weight_block_size": [128, 128], "store_dtype": "mxfp4"},
+        **{"mxfp4_block_size": 32, "ignored_layers": ["model.layers.0.self_attn.o_proj"]},
+        "output_sections": {"qkv_proj": 4},
+    }
+    quantization = stored_quantization({"quantization_config": config}, "config.json")
+    assert quantization is not None
+    found = {
+        name: quantization.of(f"model.layers.0.{name}")
+        for name in (
+            "mlp.experts.7.up_proj",
+            "self_attn.qkv_proj",
+            "self_attn.o_proj",
+            "mlp.up_proj",
+        )
+    }
+    assert [one and (one.arrangement, one.group, one.sections) for one in found.values()] == [
+        ("mxfp4-quark", (1, 32), 1),
+        ("fp8-blocks", (128, 128), 4),
+        None,
+        ("fp8-blocks", (128, 128), 1),
+    ]
 
 
 @pytest.mark.parametrize("name", REFUSED)

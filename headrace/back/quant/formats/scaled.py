@@ -18,9 +18,9 @@ def shared(
     tensor: QuantizedTensor, read: Read, values: torch.Tensor, rows: slice, columns: slice
 ) -> Groups:
     """Those values with the scales (and zero points) of their rows."""
-    by_output, by_input = tensor.numbers.group or (1, 0)
-    scales = _spread(read("scales"), rows, by_output)
-    zeros = _spread(read("zeros"), rows, by_output) if "zeros" in tensor.members else None
+    by_input = (tensor.numbers.group or (1, 0))[1]
+    scales = _spread(tensor, read("scales"), rows)
+    zeros = _spread(tensor, read("zeros"), rows) if "zeros" in tensor.members else None
     group = column_groups(columns, by_input, values.device) if scales.shape[1] > 1 else None
     return Groups(
         values_RC=values,
@@ -39,8 +39,9 @@ def _of_inputs(tensor: QuantizedTensor, read: Read, role: str) -> torch.Tensor |
     return read(role).float().reshape(-1).amax(0, keepdim=True)
 
 
-def _spread(scales: torch.Tensor, rows: slice, by_output: int) -> torch.Tensor:
+def _spread(tensor: QuantizedTensor, scales: torch.Tensor, rows: slice) -> torch.Tensor:
     """A row of scales for each of the rows [R, G]; bytes are exponents of two (e8m0)."""
+    by_output = (tensor.numbers.group or (1, 0))[0]
     scales = powers_of_two(scales) if scales.dtype == torch.uint8 else scales.float()
     if scales.dim() == 4:
         scales = scales[:, 0, :, 0]
@@ -50,7 +51,10 @@ def _spread(scales: torch.Tensor, rows: slice, by_output: int) -> torch.Tensor:
         scales = scales[:, None]
     if by_output == 0 or scales.shape[0] == 1:
         return scales.expand(rows.stop - rows.start, -1)
-    return scales[torch.arange(rows.start, rows.stop, device=scales.device) // by_output]
+    section = tensor.shape[-2] // tensor.numbers.sections
+    rows_R = torch.arange(rows.start, rows.stop, device=scales.device)
+    of_section = scales.shape[0] // tensor.numbers.sections
+    return scales[rows_R // section * of_section + rows_R % section // by_output]
 
 
 def powers_of_two(exponents: torch.Tensor) -> torch.Tensor:
