@@ -21,7 +21,16 @@ from tests.models.paged import random_rows, teacher_forced
 from tests.models.test_mixture import NUM_TOKENS, answers
 from tests.models.test_parity import LENGTHS, compare
 from tests.models.test_recurrent import engine, prompts_of
-from tests.references import alice_ai, berrylm, phi4_flash, plamo2, rwkv6, rwkv7, rwkv_hybrid
+from tests.references import (
+    alice_ai,
+    berrylm,
+    jet_nemotron,
+    phi4_flash,
+    plamo2,
+    rwkv6,
+    rwkv7,
+    rwkv_hybrid,
+)
 
 Tensors = dict[str, torch.Tensor]
 CASES: dict[str, tuple[ModuleType, dict[str, Any]]] = {
@@ -33,6 +42,7 @@ ELSEWHERE: dict[str, tuple[ModuleType, dict[str, Any]]] = {
     "phi-4-flash": (phi4_flash, phi4_flash.CONFIG),
     "alice-ai": (alice_ai, alice_ai.CONFIG),
     "berrylm": (berrylm, berrylm.CONFIG),
+    "jet-nemotron": (jet_nemotron, jet_nemotron.CONFIG),
 }
 """Of which test_reference_decoders.py compares the logits."""
 

@@ -23,6 +23,7 @@ from tests.references import (
     berrylm,
     grok,
     grove_moe,
+    jet_nemotron,
     kimi_k3,
     pangu_ultra_moe,
     phi3_small,
@@ -53,6 +54,7 @@ REFERENCES: dict[str, tuple[ModuleType | SmallDecoder, dict[str, Any]]] = {
     "phi-4-flash": (phi4_flash, phi4_flash.CONFIG),
     "alice-ai": (alice_ai, alice_ai.CONFIG),
     "berrylm": (berrylm, berrylm.CONFIG),
+    "jet-nemotron": (jet_nemotron, jet_nemotron.CONFIG),
     **SMALL,
 }
 OF_GATE = (
@@ -64,6 +66,7 @@ OF_GATE = (
         "phi-4-flash",
         "alice-ai",
         "berrylm",
+        "jet-nemotron",
         *(name for name in SMALL if name != "rugpt-3-xl-wide"),
     ),
 )

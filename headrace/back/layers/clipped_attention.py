@@ -15,14 +15,13 @@ import torch
 from headrace.back.attention.forms import CacheForm, StateForm
 from headrace.back.attention.plan import Batch
 from headrace.back.kernels.attention.op import OP as ATTENTION
-from headrace.back.kernels.causal_conv.op import OP as CAUSAL_CONV
-from headrace.back.kernels.causal_conv.op import CausalConv, CausalConvProblem
 from headrace.back.kernels.gated_scan.op import ScanRows
 from headrace.back.layers.attention import AttentionSpec
 from headrace.back.layers.heads_cache import bind_kv_write
 from headrace.back.layers.linear import ColumnLinear, RowLinear
 from headrace.back.layers.norm import RMS_NO_WEIGHT, RMSNorm
 from headrace.back.layers.scope import Scope, not_loaded
+from headrace.back.layers.ssm.earlier_inputs import EarlierInputs
 from headrace.back.layers.ssm.recurrence import ShortConv, scan_rows
 from headrace.back.parallel.collectives import Partial
 from headrace.back.parallel.shard import Part, Shard, local_size, local_units
@@ -192,8 +191,7 @@ class ClippedAttention:
 
 class TokenConv:
     """x_TC -> y_TC: ShortConv whose taps are those of a channel and those of a token and head
-    together, both counted from the token backwards. Its cache holds the channels once for each tap
-    but the first."""
+    together, both counted from the token backwards. Its cache is that of earlier inputs."""
 
     def __init__(
         self,
@@ -204,7 +202,7 @@ class TokenConv:
         taps: int,
         names: tuple[str, str],
     ) -> None:
-        self._scope, self._cache, self._taps = scope, cache, taps
+        self._taps = taps
         self._heads = local_units(parts[0], scope.mesh.tp)
         self._sizes = [local_size(part, scope.mesh.tp) for part in parts]
         self._params = [
@@ -218,14 +216,13 @@ class TokenConv:
             for name, part in zip(names, parts, strict=True)
         ]
         self._own_HDW = torch.empty(0)
-        self._before: CausalConv = not_loaded
+        self._before = EarlierInputs(scope, cache, sum(self._sizes), taps=taps)
         scope.on_finish(self._finish)
 
     @property
     def form(self) -> StateForm:
         """The last inputs of a row."""
-        shape = (self._taps - 1, (self._taps - 1) * sum(self._sizes))
-        return StateForm(cache=self._cache, shape=shape)
+        return self._before.form
 
     def apply(
         self,
@@ -235,33 +232,18 @@ class TokenConv:
         rows: ScanRows,
     ) -> torch.Tensor:
         """`taps`: [T, KW] of keys and of values."""
-        behind = self._taps - 1
-        before_TX = self._before(x_TC.repeat(1, behind), batch.kv[self._cache], rows)
         taps_THW = torch.cat([one.unflatten(1, (self._heads, -1)) for one in taps], dim=1)
         weight_THDW = self._own_HDW + taps_THW.float()[:, :, None]
         x_THD = x_TC.float().unflatten(1, (2 * self._heads, -1))
         sum_THD = x_THD * (weight_THDW[..., 0] + 1.0)
-        for lag, before_TC in enumerate(before_TX.chunk(behind, dim=1), 1):
+        for lag, before_TC in enumerate(self._before.of(x_TC, batch, rows), 1):
             before_THD = before_TC.float().unflatten(1, (2 * self._heads, -1))
             sum_THD = sum_THD + before_THD * weight_THDW[..., lag]
         return (sum_THD * (2 * self._taps + 1) ** -0.5).flatten(1).to(x_TC.dtype)
 
     def _finish(self) -> None:
-        """The op gives what lies 1, 2 ... tokens before: a tap of it is 1, the others 0."""
         own_WC = torch.cat([param.take() for param in self._params], dim=1)
         self._own_HDW = own_WC.t().unflatten(0, (2 * self._heads, -1)).contiguous()
-        behind, channels = self._taps - 1, sum(self._sizes)
-        weight_WC = torch.zeros(self._taps, behind * channels, device=own_WC.device)
-        for lag in range(1, self._taps):
-            weight_WC[self._taps - 1 - lag, (lag - 1) * channels : lag * channels] = 1.0
-        problem = CausalConvProblem(
-            device=self._scope.kind,
-            dtype=self._scope.dtype,
-            channels=behind * channels,
-            taps=self._taps,
-            activation="",
-        )
-        self._before = self._scope.bind(CAUSAL_CONV, problem, weight_WC, None)
 
 
 def clipped(x: torch.Tensor, longest: float) -> torch.Tensor:

@@ -51,6 +51,7 @@ RECURRENT_DECODERS_PUBLISHED: Mapping[str, str] = {
     **dict.fromkeys(("Plamo2ForCausalLM", "PLaMo2ForCausalLM"), "plamo2"),
     **dict.fromkeys(("RwkvHybridForCausalLM", "RWKV6Qwen2ForCausalLM"), "rwkv_hybrid"),
     "Phi4FlashForCausalLM": "phi4_flash",
+    "JetNemotronForCausalLM": "jet_nemotron",
     "AliceAIForCausalLM": "alice_ai",
     "BerryLMForCausalLM": "berrylm",
 }

@@ -119,11 +119,30 @@ def _every_fourth(config: ConfigReader) -> Keys:
     return {"layer_types": [kinds[(i + 1) % every != 0] for i in range(num_layers(config))]}
 
 
+def _jet_nemotron(config: ConfigReader) -> Keys:
+    """The names of its kinds of layers, and windows in a section of their own."""
+    names = {"jet": "linear_attention", "swa": "sliding_attention", "attn": "full_attention"}
+    kinds = config.list("layer_types", of=str, length=num_layers(config))
+    if not set(kinds) <= set(names):
+        raise config.wrong("layer_types", f"a list of {', '.join(names)}")
+    others = config.section("efficient_attention_config")
+    windows = None if others is None else others.section("swa")
+    if "swa" in kinds and windows is None:
+        raise config.wrong(
+            "efficient_attention_config", "with a section swa, as layer_types has it"
+        )
+    return {
+        "layer_types": [names[kind] for kind in kinds],
+        "sliding_window": None if windows is None else windows.int("window_size", ge=1),
+    }
+
+
 RECURRENT_KEYS: Mapping[str, Callable[[ConfigReader], Keys]] = {
     **dict.fromkeys(("Plamo2ForCausalLM", "PLaMo2ForCausalLM"), _plamo2),
     "BailingMoeV3ForCausalLM": _bailing_v3,
     "NemotronHPuzzleForCausalLM": _puzzle,
     "Phi4FlashForCausalLM": _phi4_flash,
+    "JetNemotronForCausalLM": _jet_nemotron,
     **dict.fromkeys(("AliceAIForCausalLM", "BerryLMForCausalLM"), _every_fourth),
     "RWKV6Qwen2ForCausalLM": _rwkv6_qwen2,
     **dict.fromkeys(("RWKV7ForCausalLM", "Rwkv7ForCausalLM"), _unbounded),

@@ -22,6 +22,7 @@ from headrace.back.layers.norm import RMSNorm
 from headrace.back.layers.scope import Scope, not_loaded
 from headrace.back.layers.ssm.gated_norm import GatedNorm, GatedNormSpec
 from headrace.back.layers.ssm.recurrence import ShortConv, scan_rows, wide_param
+from headrace.back.layers.ssm.token_taps import TokenTaps, TokenTapsSpec
 from headrace.back.parallel.collectives import Partial
 from headrace.back.parallel.param import Param
 from headrace.back.parallel.shard import Part, Shard, local_units
@@ -50,7 +51,8 @@ class DeltaNames:
 class GatedDeltaSpec:
     """One layer, in global sizes. `per_channel`, `bound`, `beta_scale`: see op gated_delta.
     `low_rank`: of gate and decay, where they have two factors. `decay_shape`: of A_log, -1 for the
-    heads; `decay_rows`: it has so many numbers, the first ones of heads (Kimi K3)."""
+    heads; `decay_rows`: it has so many numbers, the first ones of heads (Kimi K3). `token_taps`:
+    the convolution is one of values, whose taps follow from the token."""
 
     width: int
     key_heads: int
@@ -66,6 +68,7 @@ class GatedDeltaSpec:
     low_rank: int = 0
     decay_shape: tuple[int, ...] = (-1,)
     decay_rows: int | None = None
+    token_taps: TokenTapsSpec | None = None
 
     def build(
         self, scope: Scope, cache: int, *, norm: RMSNorm | None = None, adds: bool = False
@@ -79,17 +82,19 @@ class GatedDeltaSpec:
         return self.heads * (self.key_dim if self.per_channel else 1)
 
     def parts(self) -> tuple[Part, ...]:
-        """The projections of a layer's input by their places; factors of low rank are whole on each
-        rank."""
+        """The projections of a layer's input by their places, and that of taps behind them; factors
+        of low rank are whole on each rank."""
         keys, values = self.key_heads * self.key_dim, self.heads * self.value_dim
         sizes = (keys, keys, values, values, self.heads, self.decay_size)
         units = (self.key_heads, self.key_heads, *(self.heads,) * 4)
         names = self.names
         whole = {GATE: names.gate_up is not None, DECAY: names.decay_up is not None}
-        return tuple(
+        parts = tuple(
             Part(name, self.low_rank, 1) if whole.get(place) else Part(name, size, unit)
             for place, (name, size, unit) in enumerate(zip(names.parts, sizes, units, strict=True))
         )
+        taps = self.token_taps
+        return parts if taps is None else (*parts, Part(taps.names[0], taps.rank, 1))
 
 
 class GatedDelta:
@@ -113,9 +118,7 @@ class GatedDelta:
         self._heads = local_units(values, scope.mesh.tp)
         self._key_heads = local_units(parts[KEY], scope.mesh.tp)
         self._in = ColumnLinear(scope, spec.width, parts, tensors=names.merged, norm=norm)
-        at, separate = (scope, names.convs) if names.convs[1:] else (scope / names.convs[0], ())
-        qkv = parts[: VALUE + 1]
-        self._conv = ShortConv(at, cache, qkv, taps=spec.taps, separate=separate)
+        self._conv = self._convolution(parts[: VALUE + 1])
         self._gate_up = self._up(names.gate_up, values.size)
         self._decay_up = self._up(names.decay_up, spec.decay_size)
         self._decay = self._decay_param()
@@ -143,8 +146,8 @@ class GatedDelta:
         sizes = self._in.sizes
         qkv_sizes = sizes[: VALUE + 1]
         split = (sum(qkv_sizes), *sizes[GATE:])
-        qkv_TC, gate_TX, b_TH, a_TX = self._in.project(x_TE).split_with_sizes(split, dim=1)
-        qkv_TC = self._conv.apply(qkv_TC, batch, rows)
+        qkv_TC, gate_TX, b_TH, a_TX, *taps = self._in.project(x_TE).split_with_sizes(split, dim=1)
+        qkv_TC = self._conv.apply(qkv_TC, batch, rows, *taps)
         q_TX, k_TX, v_TX = qkv_TC.split_with_sizes(qkv_sizes, dim=1)
         if self._decay_up is not None:
             a_TX = self._decay_up.project(a_TX)
@@ -167,6 +170,13 @@ class GatedDelta:
     ) -> torch.Tensor | Partial | None:
         """y_TE, to be added to the residual; None if that was done."""
         return self._out.project_into(q_TX, residual_TE)
+
+    def _convolution(self, qkv: tuple[Part, ...]) -> ShortConv | TokenTaps:
+        scope, cache, spec, convs = self._scope, self._cache, self._spec, self._spec.names.convs
+        if spec.token_taps is not None:
+            return TokenTaps(scope, cache, qkv, spec.token_taps, taps=spec.taps)
+        at, separate = (scope, convs) if convs[1:] else (scope / convs[0], ())
+        return ShortConv(at, cache, qkv, taps=spec.taps, separate=separate)
 
     def _up(self, name: str | None, size: int) -> ColumnLinear | None:
         if name is None:
