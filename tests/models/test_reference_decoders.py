@@ -25,6 +25,7 @@ from tests.references import (
     grove_moe,
     jet_nemotron,
     kimi_k3,
+    pangu_pro_moe,
     pangu_ultra_moe,
     phi3_small,
     phi4_flash,
@@ -55,6 +56,8 @@ REFERENCES: dict[str, tuple[ModuleType | SmallDecoder, dict[str, Any]]] = {
     "alice-ai": (alice_ai, alice_ai.CONFIG),
     "berrylm": (berrylm, berrylm.CONFIG),
     "jet-nemotron": (jet_nemotron, jet_nemotron.CONFIG),
+    "pangu-pro-moe": (pangu_pro_moe, pangu_pro_moe.CONFIG),
+    "pangu-pro-moe-values": (pangu_pro_moe, pangu_pro_moe.VALUES),
     **SMALL,
 }
 OF_GATE = (
@@ -67,6 +70,8 @@ OF_GATE = (
         "alice-ai",
         "berrylm",
         "jet-nemotron",
+        "pangu-pro-moe",
+        "pangu-pro-moe-values",
         *(name for name in SMALL if name != "rugpt-3-xl-wide"),
     ),
 )

@@ -62,7 +62,7 @@ EXPERTS_PUBLISHED: Mapping[str, str] = {
     "Param2MoEForCausalLM": "bailing_moe",
     **{"GroveMoeForCausalLM": "grove_moe", "SmallThinkerForCausalLM": "smallthinker"},
     **{"XverseMoeForCausalLM": "xverse_moe", "PanguUltraMoEForCausalLM": "pangu_ultra_moe"},
-    "MistralLarge3ForCausalLM": "deepseek",
+    **{"MistralLarge3ForCausalLM": "deepseek", "PanguProMoEV2ForCausalLM": "pangu_pro_moe"},
     **{"Step3TextForCausalLM": "step3", "LongcatFlashNgramForCausalLM": "longcat_flash"},
 }
 """The same under names that `transformers` has no class for."""

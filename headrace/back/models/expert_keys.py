@@ -142,6 +142,13 @@ def _pangu_ultra(config: ConfigReader) -> Keys:
     )
 
 
+def _pangu_pro(config: ConfigReader) -> Keys:
+    """A head's size is that of its two parts, of which the first is rotated."""
+    turned, others = config.int("qk_rope_dim", ge=2), config.int("qk_nope_dim", ge=0)
+    share = {"partial_rotary_factor": turned / (turned + others)}
+    return {"head_dim": turned + others, **share}
+
+
 def _step3(config: ConfigReader) -> Keys:
     """One key and value for all heads, unless it says otherwise."""
     names = {"max_seq_len": "max_position_embeddings"}
@@ -182,6 +189,7 @@ EXPERT_KEYS: Mapping[str, Callable[[ConfigReader], Keys]] = {
     "Param2MoEForCausalLM": _param2,
     "SmallThinkerForCausalLM": _smallthinker,
     "PanguUltraMoEForCausalLM": _pangu_ultra,
+    "PanguProMoEV2ForCausalLM": _pangu_pro,
     "Step3TextForCausalLM": _step3,
     "LongcatFlashNgramForCausalLM": _longcat_ngram,
     "Step3VLForConditionalGeneration": _step3_vl,
