@@ -57,7 +57,8 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
     rope = read_rope(
         config, head_dim=sizes.head_dim, max_positions=scope.max_positions, default_theta=1e6
     )
-    rope = replace(rope, frequencies=tuple(-one for one in rope.frequencies))
+    if config.bool("turned_back", True):  # GGUF files have the signs in the weights
+        rope = replace(rope, frequencies=tuple(-one for one in rope.frequencies))
     layer = LayerSpec(
         mixer=AttentionSpec(
             **plain_attention(sizes),
@@ -79,6 +80,7 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
             norm=RMS_NO_WEIGHT,
             layer_inputs=EmbeddingSkipsSpec(),
             last_norm=GainedNormSpec("w_g"),
+            logits_scale=config.float("logit_scale", 1.0),
             names=NAMES,
             renamed=RENAMED,
         ),

@@ -126,7 +126,9 @@ def _recurrent(file: GGUFFile, name: str) -> Config:
 
 
 def _rotated_share(file: GGUFFile, name: str, head_dim: int) -> Config:
-    """The part of a head that is rotated, where that is not all."""
+    """The part of a head that is rotated, where that is not all; DeepSeek-OCR states 0 for all."""
+    if file.metadata.get(f"{name}.rope.dimension_count") == 0:
+        return {}
     rotated = count(file, f"{name}.rope.dimension_count", head_dim)
     return {} if rotated >= head_dim else {"partial_rotary_factor": rotated / head_dim}
 

@@ -113,6 +113,12 @@ def _maincoder(file: GGUFFile, name: str, config: Config) -> None:
     config["use_qk_norm"] = "blk.0.attn_q_norm.weight" in file.tensors
 
 
+def _talkie(file: GGUFFile, name: str, config: Config) -> None:
+    """Rows of queries and keys have other signs, so that rotations go forward."""
+    config["turned_back"] = False
+    config["logit_scale"] = file.number(f"{name}.logit_scale", 1.0)
+
+
 ROWS: Final[dict[str, GGUFArchitecture]] = {
     "baichuan": GGUFArchitecture(
         model_type="baichuan", architecture="BaichuanForCausalLM", fixed=SILU, adjust=_baichuan
@@ -151,6 +157,9 @@ ROWS: Final[dict[str, GGUFArchitecture]] = {
         keys=LATENT,
         adjust=latent_sizes,
         latent=True,
+    ),
+    "talkie": GGUFArchitecture(
+        model_type="talkie", architecture="TalkieForCausalLM", fixed=SILU, adjust=_talkie
     ),
     "xverse": GGUFArchitecture(
         model_type="llama", architecture="LlamaForCausalLM", fixed={**SILU, "mlp_bias": False}

@@ -117,7 +117,7 @@ PATTERNS: Final[dict[str, str | tuple[str, ...] | None]] = {
     **dict.fromkeys(_GPT_2, None),
     **dict.fromkeys((*_LLAMA_3, "smaug-bpe", "dbrx", "chatglm-bpe", "glm4"), _THREE_DIGITS),
     **dict.fromkeys((*NFC, "stablelm2", "hunyuan", "solar-open", "grok-2"), _ONE_DIGIT),
-    **dict.fromkeys(("gpt-4o", "llama4", "minimax-m2", "kanana2"), _CASED),
+    **dict.fromkeys(("gpt-4o", "llama4", "minimax-m2", "kanana2", "talkie"), _CASED),
     "tekken": _TEKKEN,
     **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm", "hy_v4"), _DEEPSEEK_3),
     "seed-coder": _SEED,

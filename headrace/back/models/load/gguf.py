@@ -320,7 +320,7 @@ def _flat(tensor: GGUFTensor) -> GGUFTensor:
 
 def _new_name(name: str, dialect: Dialect) -> str:
     stem, _, kind = name.rpartition(".")
-    if kind in ("ssm_a", "ssm_d"):  # without an ending
+    if kind in ("ssm_a", "ssm_d", "exp_probs_b"):  # without an ending
         stem, kind = name, "weight"
     if kind == "scale":  # a name of its own
         stem, kind = name, ""

@@ -76,7 +76,29 @@ LATENTS = (
 )
 """Keys and values of latents apart."""
 
+HUNYUAN_3 = {
+    **names.ROUTED,
+    **names.SHARED_MLP,
+    "ffn_gate_inp": "mlp.router.gate",
+    "exp_probs_b": "mlp.expert_bias.",
+}
+STEP = {
+    **names.BLOCK,
+    "attn_gate": "self_attn.g_proj",
+    "ffn_gate_inp": "moe.gate",
+    "ffn_gate_exps": "moe.gate_proj",
+    "ffn_up_exps": "moe.up_proj",
+    "ffn_down_exps": "moe.down_proj",
+    "exp_probs_b": "moe.router_bias.",
+    "ffn_gate_shexp": "share_expert.gate_proj",
+    "ffn_up_shexp": "share_expert.up_proj",
+    "ffn_down_shexp": "share_expert.down_proj",
+}
+
 DIALECTS: Mapping[str, Dialect] = {
+    "hy_v3": Dialect(blocks=HUNYUAN_3, drafts=True),
+    "step35": Dialect(blocks=STEP, norm_plus_one=True, drafts=True),
+    "deepseek2-ocr": Dialect(blocks=names.ROUTED),
     "bailingmoe": Dialect(blocks=names.ROUTED, interleaved=True),
     "dbrx": Dialect(blocks=DBRX, layers="transformer.blocks", top=DBRX_TOP),
     "grovemoe": Dialect(blocks=GROVE),

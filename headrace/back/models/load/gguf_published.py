@@ -58,7 +58,23 @@ BITNET = names.BLOCK | {
     "attn_sub_norm": "self_attn.attn_sub_norm",
     "ffn_sub_norm": "mlp.ffn_sub_norm",
 }
+TALKIE = {
+    "attn_q": "attn.attn_query",
+    "attn_k": "attn.attn_key",
+    "attn_v": "attn.attn_value",
+    "attn_output": "attn.attn_resid",
+    "attn_output.scale": "attn_gain.a_g.",
+    "attn_q_norm": "attn.head_gain.head_g.",
+    "ffn_gate": "mlp.mlp_gate",
+    "ffn_up": "mlp.mlp_linear",
+    "ffn_down": "mlp.mlp_resid",
+    "ffn_down.scale": "mlp_gain.a_g.",
+    "layer_output_scale": "embed_skip.a_g.",
+}
 DIALECTS: Mapping[str, Dialect] = {
+    "talkie": Dialect(
+        blocks=TALKIE, layers="blocks", top={"token_embd": "embed", "output": "lm_head"}
+    ),
     "baichuan": Dialect(blocks=names.BLOCK, interleaved=True),
     "bitnet": Dialect(blocks=BITNET),
     "codeshell": Dialect(blocks=names.GPT_2, layers="transformer.h", top=names.GPT_2_TOP),
