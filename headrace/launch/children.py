@@ -14,6 +14,7 @@ from headrace.base.process_stop import StopDetector
 from headrace.base.telemetry import log as logs
 from headrace.launch import api_process
 from headrace.launch.api_process import ApiSpec
+from headrace.launch.kv_events import remove_with
 from headrace.launch.prestart import CORE_MODULE
 from headrace.launch.topology import ChildProcess, Report, RuntimeFolder, core_environment, spawn
 
@@ -72,6 +73,8 @@ class ManagedProcess:
 def core_processes(resolved: Resolved, folder: RuntimeFolder) -> list[ManagedProcess]:
     """The engine cores of one model, one for each replica."""
     spec = folder.write_spec("core", resolved.engine)
+    for index in range(resolved.replicas):
+        remove_with(folder, resolved.engine.kv, folder.socket_path(index))
     return [
         ManagedProcess(
             f"engine core {index}",

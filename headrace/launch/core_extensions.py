@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, cast
 
 from headrace.base import extensions
@@ -18,16 +17,16 @@ from headrace.core.kv_retention import KVRetentions
 from headrace.core.ports import AdmissionHook, StatsSink
 from headrace.core.scheduler.full_lengths import FullLengths
 from headrace.core.scheduler.orders import RoutingKeys
-from headrace.launch.kv_events import KVEventServer
+from headrace.launch.kv_events import KVEventServer, event_socket
 
 log = logging.getLogger(__name__)
 
 
 def chosen_hooks(
-    spec: EngineSpec, core: Callable[[], EngineCore], *, core_name: str
+    spec: EngineSpec, core: Callable[[], EngineCore], *, core_socket: str
 ) -> list[AdmissionHook]:
     """Those of `--no-evict`, `--kv-retention`, `--kv-events-path` and `--policy routing-key`.
-    `core_name`: what tells this core from the others of a server."""
+    `core_socket`: where this core listens."""
     hooks: list[AdmissionHook] = []
     if spec.scheduler.no_evict:
         hooks.append(FullLengths(lambda: core().kv, spec.scheduler.max_step_tokens))
@@ -35,9 +34,8 @@ def chosen_hooks(
         hooks.append(KVRetentions(core))
     if spec.scheduler.policy == ROUTING_KEY.replace("_", "-"):
         hooks.append(RoutingKeys())
-    if spec.kv.events_path is not None:
-        server = KVEventServer(Path(spec.kv.events_path) / f"{core_name}.kv")
-        hooks.append(KVEvents(server.tell, core))
+    if (path := event_socket(spec.kv, core_socket)) is not None:
+        hooks.append(KVEvents(KVEventServer(path).tell, core))
     return hooks
 
 

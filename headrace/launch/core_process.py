@@ -316,7 +316,7 @@ def _start(spec_path: str, socket_path: str, status: socket.socket, rest: Report
     service = ServiceState.resumed(paused=rest.paused, asleep=rest.asleep)
     adapters = adapters_of(spec, lambda: core.executor)
     hooks = admission_hooks_of(spec, executor.facts)
-    hooks += chosen_hooks(spec, lambda: core, core_name=Path(socket_path).stem)
+    hooks += chosen_hooks(spec, lambda: core, core_socket=socket_path)
     if adapters is not None:
         hooks.append(adapters)
     ranks = spec.device.tensor_parallel

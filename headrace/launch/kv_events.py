@@ -22,14 +22,29 @@ from pathlib import Path
 
 import msgspec
 
+from headrace.base.config.resolved import KVSpec
 from headrace.base.errors import ConfigError
 from headrace.core.kv_events import Event
+from headrace.launch.topology import RuntimeFolder
 
 log = logging.getLogger(__name__)
 MAX_READERS = 16
 MAX_EVENTS = 1024  # of a batch
 SEND_S = 1.0
 """A reader that takes nothing for so long is disconnected."""
+
+
+def event_socket(spec: KVSpec, core_socket: str) -> Path | None:
+    """Where the core that listens on this socket tells its events; None: it tells none."""
+    name = f"{Path(core_socket).stem}.kv"
+    return None if spec.events_path is None else Path(spec.events_path) / name
+
+
+def remove_with(folder: RuntimeFolder, spec: KVSpec, core_socket: str) -> None:
+    """The core's event socket goes when the server ends: cores are killed, and cannot do it."""
+    path = event_socket(spec, core_socket)
+    if path is not None:
+        folder.also_remove(path)
 
 
 class KVEventServer:

@@ -15,6 +15,7 @@ from headrace.base.config.resolved import Resolved
 from headrace.base.config.tree import Options
 from headrace.base.errors import EngineDead, StartError
 from headrace.launch.facts import resolve_options
+from headrace.launch.kv_events import remove_with
 from headrace.launch.prestart import CORE_MODULE
 from headrace.launch.topology import ChildProcess, Report, RuntimeFolder, core_environment, spawn
 
@@ -63,6 +64,8 @@ def start_local(options: Options) -> LocalEngine:
     resolved = resolve_options(_for_throughput(options))
     folder = RuntimeFolder()
     spec = folder.write_spec("core", resolved.engine)
+    for index in range(resolved.replicas):
+        remove_with(folder, resolved.engine.kv, folder.socket_path(index))
     children = [
         spawn(
             "core",

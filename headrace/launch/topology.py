@@ -158,6 +158,7 @@ class RuntimeFolder:
     def __init__(self) -> None:
         self._folders: list[Path] = []
         self._specs: dict[Path, bytes] = {}
+        self._elsewhere: list[Path] = []
         self.path = self._new()
 
     @staticmethod
@@ -213,8 +214,15 @@ class RuntimeFolder:
                 path.mkdir(mode=0o700)
         return True
 
+    def also_remove(self, path: Path) -> None:
+        """`close` removes this socket too, which a core makes in a folder of the user's."""
+        self._elsewhere.append(path)
+
     def close(self) -> None:
-        """Removes the folder and what is in it."""
+        """Removes the folder and what is in it, and sockets elsewhere."""
+        for path in self._elsewhere:
+            if path.is_socket():
+                path.unlink(missing_ok=True)
         if not self.path.exists():
             return
         for path in sorted(self.path.rglob("*"), reverse=True):

@@ -9,8 +9,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from headrace.base.config.resolved import KVSpec
 from headrace.core.kv_events import KVEvents
-from headrace.launch.kv_events import KVEventServer
+from headrace.launch.kv_events import KVEventServer, event_socket, remove_with
+from headrace.launch.topology import RuntimeFolder
 from tests.core.harness import Driver, make_request, make_spec, window_groups
 
 
@@ -58,3 +60,25 @@ def test_readers_get_numbered_batches(tmp_path: Path) -> None:
         seconds, events, rank = msgspec.msgpack.decode(batch[8:])
         assert seconds > 0 and events == [["BlockRemoved", [b"name"]]] and rank == 0
         stream.close()
+
+
+def test_the_socket_goes_with_the_server(tmp_path: Path) -> None:
+    """Its core is killed and cannot remove it; what is no socket of the server's stays."""
+    folder, spec = (
+        RuntimeFolder(),
+        KVSpec(block_tokens=16, prefix_caching=True, num_blocks=8, events_path=str(tmp_path)),
+    )
+    for index in range(3):
+        remove_with(folder, spec, folder.socket_path(index))
+    path = event_socket(spec, folder.socket_path(0))
+    assert path == tmp_path / "core-0.kv"
+    KVEventServer(path)
+    (tmp_path / "core-1.kv").write_text("not ours")
+    folder.close()
+    assert [left.name for left in tmp_path.iterdir()] == ["core-1.kv"]
+    assert (
+        event_socket(
+            KVSpec(block_tokens=16, prefix_caching=True, num_blocks=8), folder.socket_path(0)
+        )
+        is None
+    )

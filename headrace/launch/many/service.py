@@ -35,6 +35,7 @@ from headrace.base.wire.models import (
     WantModel,
 )
 from headrace.launch.children import CRASH_LIMIT, CRASH_WINDOW_S, ManagedProcess, core_starter
+from headrace.launch.kv_events import remove_with
 from headrace.launch.many.catalog import Catalog
 from headrace.launch.many.clients import PoolClients
 from headrace.launch.many.core_calls import Calls, call_core
@@ -272,6 +273,7 @@ class ModelService:
             return ModelPlace(name=model.name, names=model.names, error=model.error)
         engine_path = self._folder.write_spec(f"core-{index}", model.engine)
         self._specs[index] = engine_path
+        remove_with(self._folder, model.engine.kv, self._folder.socket_path(index))
         return ModelPlace(
             name=model.name,
             names=model.names,
