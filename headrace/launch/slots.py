@@ -32,7 +32,7 @@ def with_slots(
         state_interval=options.state_interval,
         watched_blocks=options.watched_blocks,
     )
-    spec = msgspec.structs.replace(spec, choices=choices)
+    spec = msgspec.structs.replace(spec, choices=choices, layout=options.kv_layout)
     if options.slot_save_path is not None:
         folder = _folder_of(FIELD, options.slot_save_path, spec, model, device_spec)
         most = parse_bytes(options.slot_save_bytes, field="--slot-save-bytes")

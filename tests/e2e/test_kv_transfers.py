@@ -73,7 +73,7 @@ class Pair:
             engine.executor.close()
             engine.executor = ProcessExecutor(msgspec.structs.replace(spec, device=device))
             self._made.append(engine)
-        elif model != MODEL or spec.device.device != "cpu":
+        elif model != MODEL or spec.device.device != "cpu" or spec.kv.layout != "layers":
             engine = Engine(spec)
             self._made.append(engine)
         elif self._free:
@@ -163,7 +163,8 @@ KINDS = ("bundled", *(pytest.param(kind, marks=pytest.mark.slow) for kind in CON
 def test_a_prompt_is_computed_by_one_and_answered_by_another(pair: Pair, kind: str) -> None:
     """REG-072: the names of transfers are no engine's; whichever comes first waits."""
     model = MODEL if kind == "bundled" else pair.models.model(kind)
-    (first, sender), (second, receiver) = (pair.engine(model) for _ in range(2))
+    layout = {} if kind == "bundled" else {"kv_layout": "blocks"}
+    (first, sender), (second, receiver) = pair.engine(model, **layout), pair.engine(model)
     wanted, _ = pair.say(second)
     second.core.kv.reset_cache(())
     assert pair.send(first) == wanted[:1] and len(list(pair.folder.iterdir())) == 1
@@ -181,6 +182,22 @@ def test_a_prompt_is_computed_by_one_and_answered_by_another(pair: Pair, kind: s
     pair.send(first, "router-17", prompt=other)
     tokens, finished = pair.end(second, answer)
     assert (tokens, finished.num_cached) == (wanted, 64)
+
+
+@pytest.mark.slow
+def test_servers_of_unlike_layouts_pass_kv(pair: Pair) -> None:
+    """REG-071: one that keeps all layers of a block together sends to one that does not, and has from it."""
+    (first, _), (second, receiver) = pair.engine(kv_layout="blocks"), pair.engine()
+    assert (
+        first.executor._resident.runner.memory.caches[0].stride()
+        != second.executor._resident.runner.memory.caches[0].stride()
+    )
+    for number, (one, other) in enumerate(((first, second), (second, first))):
+        prompt = [token + number for token in PROMPT]
+        wanted, _ = pair.say(one, prompt=prompt)
+        pair.send(one, prompt=prompt)
+        assert pair.say(other, took(), prompt=prompt) == (wanted, 64)
+    assert receiver.counts.received == 1 and at_rest(first) and at_rest(second)
 
 
 def test_what_does_not_come_is_computed_again(pair: Pair) -> None:

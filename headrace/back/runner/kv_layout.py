@@ -12,6 +12,9 @@ what all groups share: it is cut into blocks of one group at a time. There are t
                   caches of unequal bytes or numbers, of which the first layout would waste more
                   than 2 %.
 
+The first is made of one tensor where `--kv-layout blocks` asks for it: what a block of a group has
+in all layers is then one range of bytes, which is copied to other places at once.
+
 Recurrent state has no blocks: a row of one tensor for each row of the runner, and the last one for
 padding; beside it as many rows for snapshots as a part of the memory allows.
 """
@@ -20,10 +23,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
-from msgspec.structs import replace
+from msgspec.structs import replace as with_fields
 
 from headrace.back.attention.forms import CacheForm
 from headrace.back.kernels.step_inputs.op import GroupBlocks
@@ -85,6 +88,23 @@ class KVLayout:
         )
         return blocks if set(blocks) - {GroupBlocks(tokens=self.block_tokens)} else ()
 
+    def ranges(self, group: KVGroup) -> list[tuple[CachePlace, int]]:
+        """Where a block of the group lies: of each cache a range, with its bytes; caches that are
+        neighbours have one together."""
+        ranges: list[tuple[CachePlace, int]] = []
+        for cache in group.caches:
+            place, size = self.places[cache], self._size(cache)
+            before, length = ranges[-1] if ranges else (None, 0)
+            if before is not None and place == replace(before, offset=before.offset + length):
+                ranges[-1] = before, length + size
+            else:
+                ranges.append((place, size))
+        return ranges
+
+    def _size(self, cache: int) -> int:
+        form = self.forms[cache]
+        return _aligned(form.block_bytes(self.block_tokens, self.dtype), ALIGNMENT)
+
     @property
     def group_of_cache(self) -> tuple[int, ...]:
         """Cache -> index of its group."""
@@ -92,8 +112,11 @@ class KVLayout:
         return tuple(groups[cache] for cache in range(len(groups)))
 
 
-def lay_out(forms: Sequence[CacheForm], *, block_tokens: int, dtype: torch.dtype) -> KVLayout:
-    """The layout of these caches; `dtype` is that of the model."""
+def lay_out(
+    forms: Sequence[CacheForm], *, block_tokens: int, dtype: torch.dtype, order: str = "layers"
+) -> KVLayout:
+    """The layout of these caches; `dtype` is that of the model. `order`: what are neighbours, the
+    blocks of a layer ("layers") or the layers of a block ("blocks")."""
     ordered = tuple(sorted(forms, key=lambda form: form.cache))
     assert [form.cache for form in ordered] == list(range(len(ordered))), ordered
     sizes = {
@@ -107,7 +130,7 @@ def lay_out(forms: Sequence[CacheForm], *, block_tokens: int, dtype: torch.dtype
     layout = _by_position(kinds, sizes)
     if _waste(layout) > MAX_WASTE:
         layout = min(layout, _packed(kinds, sizes), key=_waste)
-    groups, tensor_bytes, places = layout
+    groups, tensor_bytes, places = _joined(layout) if order == "blocks" else layout
     if states:
         groups.append(_state_group(states, sizes, places))
     return KVLayout(
@@ -164,6 +187,19 @@ def _waste(layout: Layout) -> float:
     return 1.0 - min(used) / sum(tensor_bytes) if used else 0.0
 
 
+def _joined(layout: Layout) -> Layout:
+    """The same slabs in one tensor."""
+    groups, tensor_bytes, places = layout
+    total = sum(tensor_bytes)
+    joined = {
+        cache: CachePlace(
+            tensor=0, offset=sum(tensor_bytes[: place.tensor]) + place.offset, stride=total
+        )
+        for cache, place in places.items()
+    }
+    return (groups, [total], joined) if len(tensor_bytes) > 1 else layout
+
+
 def _packed(kinds: Kinds, sizes: dict[int, int]) -> Layout:
     """One group for each kind, a block of which holds all its caches one behind the other."""
     groups = [_group(kind, caches, sizes) for kind, caches in sorted(kinds.items())]
@@ -174,7 +210,7 @@ def _packed(kinds: Kinds, sizes: dict[int, int]) -> Layout:
         for cache in group.caches:
             places[cache] = CachePlace(tensor=0, offset=offset, stride=slab // count)
             offset += sizes[cache]
-    groups = [replace(g, blocks_per_slab=n) for g, n in zip(groups, per_slab, strict=True)]
+    groups = [with_fields(g, blocks_per_slab=n) for g, n in zip(groups, per_slab, strict=True)]
     return groups, [slab], places
 
 

@@ -159,6 +159,22 @@ class KVMemory:
             for group in self._layout.groups
         )
 
+    def ranges(self, group: int) -> tuple[torch.Tensor, ...]:
+        """Where the blocks of a group lie, uint8 [blocks, bytes] each: of every cache a range, or
+        one of those that are neighbours. Together they have `block_bytes` in the order of the
+        group's caches, however these lie. Of recurrent state the snapshots."""
+        own = self._layout.groups[group]
+        if own.kind == "state":
+            assert self.snapshots is not None
+            return (self.snapshots,)
+        count = self.counts.num_blocks * own.blocks_per_slab
+        return tuple(
+            torch.as_strided(
+                self.tensors[place.tensor].view(-1), (count, size), (place.stride, 1), place.offset
+            )
+            for place, size in self._layout.ranges(own)
+        )
+
     @property
     def num_bytes(self) -> int:
         """Bytes of everything."""

@@ -87,6 +87,7 @@ def plan_runner(
         (*model.kv_forms, *behind),
         block_tokens=spec.kv.block_tokens,
         dtype=_DTYPES[spec.model.dtype],
+        order=spec.kv.layout,
     )
     counts = _least(spec, layout) if spec.kv.fit else _count(spec, layout)
     return RunnerPlan(
@@ -106,7 +107,10 @@ def foretold(spec: EngineSpec, model: CausalModel) -> tuple[KVLayout, KVCounts]:
     """What a KV memory of the stated size will be cut into, of a model that need not have memory;
     without a drafter's own caches."""
     layout = lay_out(
-        model.kv_forms, block_tokens=spec.kv.block_tokens, dtype=_DTYPES[spec.model.dtype]
+        model.kv_forms,
+        block_tokens=spec.kv.block_tokens,
+        dtype=_DTYPES[spec.model.dtype],
+        order=spec.kv.layout,
     )
     return layout, _count(spec, layout)
 

@@ -1,9 +1,11 @@
 """Blocks of the KV cache to a file and back, on one rank.
 
 A file has what the core says of the conversation (wire/slots.py), what the rank says of itself (the
-forms of its caches, a fingerprint of its weights), the blocks cache by cache as they lie in memory,
-and a CRC-32 of these. What is not as this rank has it is refused before a block is touched; a file
-whose checksum is wrong has been copied by then into blocks that nobody has been given.
+forms of its caches, a fingerprint of its weights), group by group the blocks, each with what all
+caches of the group have of it, and a CRC-32 of these. So it does not matter how the caches lie in
+memory; where a block is one range there (`--kv-layout blocks`) it is copied at once. What is not as
+this rank has it is refused before a block is touched; a file whose checksum is wrong has been
+copied by then into blocks that nobody has been given.
 
 Called by a thread of its own: the blocks are held for it, so that no step writes to them.
 """
@@ -13,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
-import math
 import os
 import zlib
 from collections.abc import Iterator, Sequence
@@ -39,28 +40,33 @@ from headrace.base.wire.step import KVGroup
 log = logging.getLogger(__name__)
 PIECE_BYTES = 16 << 20
 """Copied at a time."""
+WORD = torch.complex128
+"""What is copied as one: the widest type there is. Blocks of 16 KB are gathered at 7 GB/s on one
+core of a Xeon, with index_select and index_copy_ of bytes at 0.2 GB/s."""
 SAMPLES = 64
 SAMPLE_BYTES = 64
-Part = tuple[torch.Tensor, torch.Tensor]
-"""A cache [blocks, ...] and some of its blocks, int64."""
+Part = tuple[tuple[torch.Tensor, ...], torch.Tensor]
+"""Where the blocks of a group lie, uint8 [blocks, bytes] each, and some of these blocks, int64."""
 
 
 class CacheMemory(Protocol):
-    """The KV memory of a runner. `caches`: by number [blocks, ...]; `snapshots`: of recurrent state
-    [slots, bytes]."""
+    """The KV memory of a runner. `caches`: by number [blocks, ...]."""
 
     caches: tuple[torch.Tensor, ...]
-    snapshots: torch.Tensor | None
 
     @property
     def groups(self) -> tuple[KVGroup, ...]:
         """The groups of caches."""
         ...
 
+    def ranges(self, group: int) -> tuple[torch.Tensor, ...]:
+        """Where the blocks of a group lie: uint8 [blocks, bytes] each."""
+        ...
+
 
 class RankFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What a rank says of itself. `caches`: of each cache in the file its group, type and the shape
-    of a block."""
+    of a block (of recurrent state together, in bytes)."""
 
     rank: int
     caches: tuple[tuple[int, str, tuple[int, ...]], ...]
@@ -85,9 +91,10 @@ class KVFiles:
         path = order.path if order.num_ranks == 1 else f"{order.path}.rank{self._rank}"
         try:
             with torch.inference_mode(), self._beside(behind):
-                if order.action == "save":
-                    return KVReply(num_bytes=self._save(order, path, memory))
-                return KVReply(num_bytes=self._load(order, path, memory))
+                carry = self._save if order.action == "save" else self._load
+                parts = self._parts(order, memory)
+                num_bytes = carry(order, path, parts, self._facts(order, parts, memory))
+                return KVReply(num_bytes=num_bytes, num_ranges=_num_ranges(parts))
         except HeadraceError as error:
             return KVReply(error=to_wire(error))
         except OSError as error:
@@ -108,18 +115,23 @@ class KVFiles:
             yield
             self._stream.synchronize()
 
-    def _facts(self, parts: Sequence[tuple[int, Part]]) -> RankFacts:
-        caches = tuple((g, str(c.dtype), tuple(c.shape[1:])) for g, (c, _) in parts)
+    def _facts(self, order: KVOrder, parts: Sequence[Part], memory: CacheMemory) -> RankFacts:
+        caches: list[tuple[int, str, tuple[int, ...]]] = []
+        for index, (group, blocks) in enumerate(zip(memory.groups, order.blocks, strict=True)):
+            if blocks and group.kind == "state":
+                caches.append((index, str(torch.uint8), (group.block_bytes,)))
+            elif blocks:
+                own = (memory.caches[cache] for cache in group.caches)
+                caches += [(index, str(cache.dtype), tuple(cache.shape[1:])) for cache in own]
         return RankFacts(
             rank=self._rank,
-            caches=caches,
+            caches=tuple(caches),
             weights=fingerprint(self._origin),
-            num_bytes=sum(len(blocks) * _block_bytes(cache) for _, (cache, blocks) in parts),
+            num_bytes=sum(len(blocks) * _block_bytes(ranges) for ranges, blocks in parts),
         )
 
-    def _save(self, order: KVOrder, path: str, memory: CacheMemory) -> int:
-        parts = self._parts(order, memory)
-        facts = msgspec.msgpack.encode(self._facts(parts))
+    def _save(self, order: KVOrder, path: str, parts: Sequence[Part], own: RankFacts) -> int:
+        facts = msgspec.msgpack.encode(own)
         beside = f"{path}.part"
         try:
             with open(os.open(beside, _NEW, 0o600), "wb") as file:
@@ -127,9 +139,9 @@ class KVFiles:
                 for text in (order.header, facts):
                     file.write(len(text).to_bytes(LENGTH_BYTES, "little") + text)
                 checksum = 0
-                for cache, blocks in (part for _, part in parts):
-                    for some in _pieces(cache, blocks):
-                        data = cache.index_select(0, some).cpu().view(torch.uint8).numpy().data
+                for ranges, blocks in parts:
+                    for some in _pieces(ranges, blocks):
+                        data = _gathered(ranges, some).cpu().numpy().data
                         checksum = zlib.crc32(data, checksum)
                         file.write(data)
                 file.write(checksum.to_bytes(LENGTH_BYTES, "little"))
@@ -141,12 +153,11 @@ class KVFiles:
             raise
         return num_bytes
 
-    def _load(self, order: KVOrder, path: str, memory: CacheMemory) -> int:
-        parts = self._parts(order, memory)
+    def _load(self, order: KVOrder, path: str, parts: Sequence[Part], own: RankFacts) -> int:
         with opened(path) as file:
             take_header(file)
             saved = msgspec.msgpack.decode(take_text(file), type=RankFacts)
-            self._check(saved, self._facts(parts))
+            self._check(saved, own)
             size = os.fstat(file.fileno()).st_size
             wanted = file.tell() + saved.num_bytes + LENGTH_BYTES
             if size != wanted:
@@ -154,16 +165,14 @@ class KVFiles:
                     f"filename: the file has {size} bytes, {wanted} are told of", field="filename"
                 )
             checksum = 0
-            for cache, blocks in (part for _, part in parts):
-                for some in _pieces(cache, blocks):
-                    data = bytearray(len(some) * _block_bytes(cache))
+            for ranges, blocks in parts:
+                for some in _pieces(ranges, blocks):
+                    data = bytearray(len(some) * _block_bytes(ranges))
                     if file.readinto(data) != len(data):
                         raise InvalidRequest("filename: the file ends early", field="filename")
                     checksum = zlib.crc32(data, checksum)
-                    raw = torch.frombuffer(data, dtype=torch.uint8).view(cache.dtype)
-                    cache.index_copy_(
-                        0, some, raw.view(len(some), *cache.shape[1:]).to(self._device)
-                    )
+                    raw = torch.frombuffer(data, dtype=torch.uint8).view(len(some), -1)
+                    _scatter(ranges, some, raw.to(self._device))
             if int.from_bytes(file.read(LENGTH_BYTES), "little") != checksum:
                 raise InvalidRequest("filename: the file's checksum is wrong", field="filename")
         return size
@@ -184,19 +193,14 @@ class KVFiles:
                 f"{own.weights[:12]} here), or with the same in another form"
             )
 
-    def _parts(self, order: KVOrder, memory: CacheMemory) -> list[tuple[int, Part]]:
-        """What is copied: (group, part), cache by cache."""
-        parts: list[tuple[int, Part]] = []
-        for index, (group, blocks) in enumerate(zip(memory.groups, order.blocks, strict=True)):
-            if not blocks:
-                continue
-            at = torch.tensor(blocks, dtype=torch.int64, device=self._device)
-            if group.kind == "state":
-                assert memory.snapshots is not None
-                parts.append((index, (memory.snapshots, at)))
-            else:
-                parts += [(index, (memory.caches[cache], at)) for cache in group.caches]
-        return parts
+    def _parts(self, order: KVOrder, memory: CacheMemory) -> list[Part]:
+        """What is copied, group by group."""
+        assert len(order.blocks) == len(memory.groups), (order.blocks, memory.groups)
+        return [
+            (memory.ranges(group), torch.tensor(blocks, dtype=torch.int64, device=self._device))
+            for group, blocks in enumerate(order.blocks)
+            if blocks
+        ]
 
 
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -219,9 +223,26 @@ def fingerprint(origin: Origin | None) -> str:
     return total.hexdigest()
 
 
-def _block_bytes(cache: torch.Tensor) -> int:
-    return math.prod(cache.shape[1:]) * cache.dtype.itemsize
+def _block_bytes(ranges: Sequence[torch.Tensor]) -> int:
+    return sum(one.shape[1] for one in ranges)
 
 
-def _pieces(cache: torch.Tensor, blocks: torch.Tensor) -> Sequence[torch.Tensor]:
-    return blocks.split(max(1, PIECE_BYTES // _block_bytes(cache)))
+def _num_ranges(parts: Sequence[Part]) -> int:
+    return sum(len(ranges) * len(blocks) for ranges, blocks in parts)
+
+
+def _pieces(ranges: Sequence[torch.Tensor], blocks: torch.Tensor) -> Sequence[torch.Tensor]:
+    return blocks.split(max(1, PIECE_BYTES // _block_bytes(ranges)))
+
+
+def _gathered(ranges: Sequence[torch.Tensor], blocks: torch.Tensor) -> torch.Tensor:
+    """The content of blocks, uint8 [blocks, bytes]."""
+    contents = [one.view(WORD)[blocks].view(torch.uint8) for one in ranges]
+    return contents[0] if len(contents) == 1 else torch.cat(contents, dim=1)
+
+
+def _scatter(ranges: Sequence[torch.Tensor], blocks: torch.Tensor, content: torch.Tensor) -> None:
+    """The content of blocks, to where they lie."""
+    widths = [one.shape[1] for one in ranges]
+    for one, part in zip(ranges, content.split(widths, dim=1), strict=True):
+        one.view(WORD)[blocks] = part.contiguous().view(WORD)

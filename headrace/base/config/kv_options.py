@@ -57,6 +57,14 @@ class KVOptions(msgspec.Struct, frozen=True, kw_only=True):
         bool,
         Meta(description="Reuse the KV of prompts that begin alike (within one tenant and salt)."),
     ] = True
+    kv_layout: Annotated[
+        Literal["layers", "blocks"],
+        Meta(
+            description="What lies side by side: all blocks of a layer, or all layers of a block, which is "
+            "then copied to files and other servers as one range. On Hopper GPUs attention of prompts reads blocks "
+            "through TMA only with layers."
+        ),
+    ] = "layers"
     slot_save_path: Annotated[
         str | None,
         Meta(

@@ -157,6 +157,7 @@ class KVSpec(msgspec.Struct, frozen=True, kw_only=True):
     least_tokens: int | None = None
     choices: CacheChoices = CacheChoices()
     events_path: str | None = None
+    layout: str = "layers"
 
 
 class SchedulerSpec(msgspec.Struct, frozen=True, kw_only=True):

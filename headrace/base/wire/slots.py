@@ -12,7 +12,7 @@ import msgspec
 from headrace.base.errors import InvalidRequest, WireError
 from headrace.base.wire.step import KVGroup
 
-FORMAT = 1
+FORMAT = 2
 MAGIC = b"HRKVFILE"
 LENGTH_BYTES = 4
 MAX_HEADER_BYTES = 64 << 20
@@ -56,9 +56,10 @@ class KVOrder(msgspec.Struct, frozen=True, kw_only=True, tag="kv"):
 
 
 class KVReply(msgspec.Struct, frozen=True, kw_only=True, tag="kv_moved"):
-    """What became of it: bytes of this rank's file."""
+    """What became of it: bytes of this rank's file, and ranges of memory that were copied."""
 
     num_bytes: int = 0
+    num_ranges: int = 0
     error: WireError | None = None
 
 

@@ -1,0 +1,117 @@
+"""Blocks to files and back between caches that lie differently in memory (KVT-01, KVT-02)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headrace.back.attention.forms import CacheForm, HeadsForm, LatentForm, StateForm
+from headrace.back.runner.kv_layout import KVLayout, lay_out
+from headrace.back.runner.memory import KVCounts, KVMemory
+from headrace.back.transfer.kv_files import KVFiles
+from headrace.base.wire.slots import KVOrder
+
+NUM_BLOCKS = 10
+CPU = torch.device("cpu")
+
+
+def heads(cache: int, kind: str = "full", **more: Any) -> HeadsForm:
+    span = 40 if kind == "window" else None
+    return HeadsForm(cache=cache, kind=kind, span=span, kv_heads=2, head_dim=8, **more)
+
+
+MODELS: dict[str, tuple[CacheForm, ...]] = {
+    "full": tuple(heads(i) for i in range(4)),
+    "two kinds": tuple(heads(i, ("window", "full")[i % 2]) for i in range(4)),
+    "three groups": tuple(heads(i, "window" if i < 8 else "full") for i in range(12)),
+    "unequal bytes": (heads(0), heads(1, quantized="int8"), heads(2)),
+    "slabs": (heads(0), LatentForm(cache=1, width=132), heads(2)),
+    "recurrent": (heads(0), StateForm(cache=1, shape=(5, 3)), heads(2)),
+}
+
+
+def memory(forms: tuple[CacheForm, ...], order: str) -> tuple[KVLayout, KVMemory]:
+    layout = lay_out(forms, block_tokens=8, dtype=torch.float32, order=order)
+    states = {"state_rows": 3, "snapshot_slots": NUM_BLOCKS} if layout.state_bytes else {}
+    return layout, KVMemory(layout, KVCounts(num_blocks=NUM_BLOCKS, **states), device=CPU)
+
+
+def fill(one: KVMemory, seed: int) -> None:
+    source = torch.Generator().manual_seed(seed)
+    for tensor in one._all():
+        tensor.copy_(torch.randint(0, 100, tensor.shape, generator=source, dtype=torch.uint8))
+
+
+@pytest.fixture(autouse=True)
+def one_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which weights there are is not what is asked here, and there are none."""
+    monkeypatch.setattr("headrace.back.transfer.kv_files.fingerprint", lambda origin: "weights")
+
+
+def content(one: KVMemory, group: int, block: int) -> list[torch.Tensor]:
+    kind = one.groups[group]
+    if kind.kind == "state":
+        assert one.snapshots is not None
+        return [one.snapshots[block]]
+    return [one.caches[cache][block] for cache in kind.caches]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in MODELS if kind != "slabs"])
+@pytest.mark.parametrize("order", ["layers", "blocks"])
+def test_blocks_come_back_in_whatever_layout(tmp_path: Path, kind: str, order: str) -> None:
+    """Bytes are those that were saved, in other blocks, and nothing else has changed."""
+    forms = MODELS[kind]
+    _, first = memory(forms, order)
+    fill(first, 1)
+    count = len(first.groups)
+    taken = tuple((2 + 3 * group, 3 + 3 * group, 1 + 3 * group) for group in range(count))
+    given = tuple((9 - 3 * group, 7 - 3 * group, 8 - 3 * group) for group in range(count))
+    path = str(tmp_path / "kv")
+    saved = KVFiles(None, CPU, 0).carry_out(
+        KVOrder(action="save", path=path, blocks=taken, header=b"head"), first, None
+    )
+    assert saved.error is None
+    for other in ("layers", "blocks"):
+        _, second = memory(forms, other)
+        fill(second, 2)
+        before = [tensor.clone() for tensor in second._all()]
+        loaded = KVFiles(None, CPU, 0).carry_out(
+            KVOrder(action="load", path=path, blocks=given), second, None
+        )
+        assert loaded.error is None and loaded.num_bytes == saved.num_bytes
+        for group in range(count):
+            for here, there in zip(given[group], taken[group], strict=True):
+                for a, b in zip(
+                    content(second, group, here), content(first, group, there), strict=True
+                ):
+                    assert torch.equal(a, b)
+        if count == 1:
+            rest = [block for block in range(NUM_BLOCKS) if block not in given[0]]
+            for new, old in zip(second._all(), before, strict=True):
+                assert torch.equal(new[rest], old[rest])
+
+
+@pytest.mark.parametrize(
+    ("forms", "layers", "blocks"),
+    [
+        ("full", 4, 1),
+        ("two kinds", 4, 2),
+        ("three groups", 12, 3),
+        ("unequal bytes", 3, 1),
+        ("slabs", 2, 2),
+    ],
+)
+def test_a_block_of_all_layers_is_one_range(forms: str, layers: int, blocks: int) -> None:
+    """Ranges of bytes that one block of each group takes: of each layer one, or of each group."""
+    for order, wanted in (("layers", layers), ("blocks", blocks)):
+        layout, one = memory(MODELS[forms], order)
+        ranges = [one.ranges(group) for group in range(len(one.groups))]
+        assert sum(map(len, ranges)) == wanted
+        for group, own in zip(one.groups, ranges, strict=True):
+            assert sum(each.shape[1] for each in own) == group.block_bytes
+        if order == "blocks":
+            starts = {cache.untyped_storage().data_ptr() for cache in one.caches}
+            assert len(starts) == 1 and len(layout.tensor_bytes) == 1
