@@ -121,7 +121,7 @@ _LLAMA: Mapping[str, OtherFlag] = {
     "--ssl-key-file": as_ours("--ssl-keyfile"),
     "--ssl-cert-file": as_ours("--ssl-certfile"),
     **rows("--predict --n-predict", refused("send max_tokens with each request")),
-    "--keep": left_out("a context is never shifted", ONE),
+    "--keep": as_ours("--context-keep"),
     **rows("-e --escape --no-escape --no-perf --perf --spm-infill", left_out("requests say it")),
     **rows(
         "--rope-scale --rope-freq-base --rope-freq-scale --yarn-orig-ctx --yarn-ext-factor "
@@ -166,8 +166,6 @@ _LLAMA: Mapping[str, OtherFlag] = {
     ),
     "--ignore-eos": refused(PER_REQUEST, 0),
     **rows("-sp --special", refused("send skip_special_tokens: false with each request", 0)),
-    "--no-context-shift": left_out(ALWAYS),
-    "--context-shift": refused("an answer ends with the context", 0),
     "--pooling": left_out("read from the checkpoint", ONE),
     "--rerank": left_out("read from the checkpoint"),
     "--no-mmproj": switch("--language-model-only"),

@@ -36,6 +36,20 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
             description="Administration answers questions and changes nothing, whichever way it is asked."
         ),
     ] = False
+    context_shift: Annotated[
+        bool,
+        Meta(
+            description="Answers go on where the context ends, and longer prompts are taken: the beginning stays "
+            "(context_keep), of the rest the older half goes."
+        ),
+    ] = False
+    context_keep: Annotated[
+        Natural,
+        Meta(
+            description="Tokens of the beginning that stay with context_shift, at most half of the context; what the "
+            "tokenizer puts before a text always does."
+        ),
+    ] = 0
     api_servers: Annotated[Processes, Meta(description="API processes that share the port.")] = 1
     max_connections: Annotated[Positive, Meta(description="Open connections per API process.")] = (
         4096

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import Any
@@ -41,8 +41,7 @@ from headrace.front.client.weights import push_weights
 from headrace.front.text.tokenizer import Tokenizer
 from headrace.front.text.tokenizer_files import load_tokenizer
 
-# From this length on, further answers wait for the first one's prompt, to find its blocks in the
-# prefix cache.
+# From this length on, further answers wait for the first one's prompt, to find its cached blocks.
 _SHARED_PROMPT_TOKENS = 64
 
 
@@ -65,6 +64,7 @@ class AsyncLLM:
         self._checker = InputChecker(self.tokenizer, self.limits)
         self._cores = [CoreHandle(path, self.limits) for path in socket_paths]
         self._labels: dict[str, list[GenerationStream]] = {}
+        self._new_stream: Callable[..., GenerationStream] = GenerationStream
 
     async def start(self) -> None:
         """Connects to every core and waits for its Hello."""
@@ -233,7 +233,7 @@ class AsyncLLM:
             generation = await core.with_room(generation)
         if not trusted:
             _check_deadline(core, generation, bounds)
-        stream = GenerationStream(
+        stream = self._new_stream(
             core,
             num_prompt,
             self.limits.max_pending_bytes,

@@ -5,14 +5,17 @@ from __future__ import annotations
 
 import hashlib
 import socket
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
 from headrace.base import env
 from headrace.base.config.resolved import ServerSpec, TextSpec
+from headrace.base.errors import StartError
 from headrace.base.telemetry.metrics import Metrics
 from headrace.front.client.chat_transcription import transcriber_of
+from headrace.front.client.context_shift import ShiftingLLM, most_tokens
 from headrace.front.client.engine import AsyncLLM
 from headrace.front.client.events import EngineClient
 from headrace.front.client.limits import Limits
@@ -51,13 +54,13 @@ def make_services(spec: ApiSpec, pool: socket.socket | None) -> tuple[Services, 
     text = spec.text
     tokenizer = tokenizer_of(text)
     if pool is None:
-        engine = AsyncLLM(text, spec.socket_paths, limits=limits_of(spec), tokenizer=tokenizer)
+        engine = client_of(spec, text, spec.socket_paths, tokenizer)
         return services_over(engine, tokenizer, text, spec.server), engine
 
     def make(base: Services, own: TextSpec, socket_path: str) -> Services:
         is_default = own == base.text
         known = base.tokenizer if is_default else tokenizer_of(own)
-        client = AsyncLLM(own, [socket_path], limits=limits_of(spec), tokenizer=known)
+        client = client_of(spec, own, [socket_path], known)
         if is_default:
             return replace(base, engine=client)
         return replace(base, engine=client, **parts_of(known, own, spec.server))
@@ -67,6 +70,22 @@ def make_services(spec: ApiSpec, pool: socket.socket | None) -> tuple[Services, 
     services = services_over(engines, tokenizer, text, spec.server)
     services.models = models
     return services, engines
+
+
+def client_of(
+    spec: ApiSpec, text: TextSpec, socket_paths: Sequence[str], tokenizer: Tokenizer
+) -> AsyncLLM:
+    """The client of a model's engine cores; StartError where what is kept of a shifted context
+    leaves too little to shift."""
+    keep, limits = spec.server.context_keep, limits_of(spec)
+    if not spec.server.context_shift or not text.generates:
+        return AsyncLLM(text, socket_paths, limits=limits, tokenizer=tokenizer)
+    if keep > text.max_model_len // 2:
+        raise StartError(
+            f"--context-keep {keep}: at most half of the context may stay, {text.max_model_len // 2} of "
+            f"{text.max_model_len} tokens"
+        )
+    return ShiftingLLM(text, socket_paths, keep=keep, limits=limits, tokenizer=tokenizer)
 
 
 def tokenizer_of(text: TextSpec) -> Tokenizer:
@@ -130,7 +149,7 @@ def parts_of(tokenizer: Tokenizer, text: TextSpec, server: ServerSpec) -> ModelP
         tokenizer,
         limits=template_limits,
         pool=TemplatePool(template_limits),
-        max_tokens=text.max_model_len,
+        max_tokens=most_tokens(text.max_model_len, shifts=server.context_shift),
         any_role=server.compat == "vllm",
     )
     answers = AnswerFormat.named(

@@ -18,10 +18,10 @@ def tokenizer():
 
 @pytest.fixture
 def connect(tmp_path, tokenizer):
-    """An AsyncLLM over scripted cores: `async with connect(follow) as (llm, core)`."""
+    """An AsyncLLM over scripted cores: `async with connect(follow) as (llm, core)`; `make`: another client."""
 
     @asynccontextmanager
-    async def connect(follow=None, *, cores=1, limits=LIMITS, eos=(), **hello):
+    async def connect(follow=None, *, cores=1, limits=LIMITS, eos=(), make=AsyncLLM, **hello):
         follow = follow or spell(tokenizer.encode_plain("hello world. "))
         made = [ScriptedCore(tmp_path / f"core{i}", follow, **hello) for i in range(cores)]
         for core in made:
@@ -30,7 +30,7 @@ def connect(tmp_path, tokenizer):
             tokenizer_path="", chat_template=None, model_names=("m",), generation_defaults={},
             logits_width=WIDTH, eos_ids=tuple(eos), max_model_len=256,
         )  # fmt: skip
-        llm = AsyncLLM(text, [core.path for core in made], limits=limits, tokenizer=tokenizer)
+        llm = make(text, [core.path for core in made], limits=limits, tokenizer=tokenizer)
         try:
             await llm.start()
             yield (llm, made[0]) if cores == 1 else (llm, made)

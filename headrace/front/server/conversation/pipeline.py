@@ -16,6 +16,7 @@ from starlette.responses import Response
 from headrace.base.errors import Forbidden, InvalidRequest
 from headrace.base.wire.media import MediaInput
 from headrace.base.wire.request import SamplingParams
+from headrace.front.client.context_shift import most_tokens
 from headrace.front.client.events import Events, Generation
 from headrace.front.server.conversation.context import RequestContext
 from headrace.front.server.conversation.media import media_request
@@ -130,7 +131,9 @@ async def _rendered_ids(context: RequestContext, prompt: PromptSource) -> list[i
             prompt.template,
             services.tokenizer,
             pool=services.guest_templates,
-            max_tokens=services.text.max_model_len,
+            max_tokens=most_tokens(
+                services.text.max_model_len, shifts=services.server.context_shift
+            ),
             any_role=services.server.compat == "vllm",
         )
     ids = await template.render_async(

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import msgspec
 
 from headrace.base.errors import InvalidRequest
+from headrace.front.client.context_shift import most_tokens
 from headrace.front.server.conversation.context import RequestContext
 from headrace.front.server.conversation.request import CompletionRequest
 from headrace.front.server.conversation.resolved import truncation_of
@@ -85,7 +86,7 @@ async def prompt_of(
         special = True if request.add_special_tokens is None else request.add_special_tokens
         limit = None
         if request.truncate_prompt_tokens is None:
-            limit = longest
+            limit = most_tokens(longest, shifts=context.services.server.context_shift)
         ids = await tokenizer.encode_async(prompt, add_special_tokens=special, max_tokens=limit)
     else:
         tokenizer.check_ids(prompt, field="prompt")
