@@ -12,6 +12,7 @@ from headrace.cli.other_flag import (
     ONE,
     OPTIONAL,
     PER_REQUEST,
+    SEVERAL,
     OtherFlag,
     as_ours,
     by_value,
@@ -41,6 +42,13 @@ def _layers_on_gpu(values: list[str]) -> list[str] | None:
     return (
         [] if value in ("all", "auto", "-1") or (value.isdecimal() and int(value) >= 99) else None
     )
+
+
+def _scaled_vectors(values: list[str]) -> list[str] | None:
+    """FILE:SCALE, or FILE and SCALE as words of their own, as older builds take them."""
+    if len(values) == 2 and ":" not in values[0]:
+        values = [":".join(values)]
+    return ["--control-vectors", ",".join(values)]
 
 
 _DRAFT_MODEL = OtherFlag(
@@ -148,7 +156,18 @@ _LLAMA: Mapping[str, OtherFlag] = {
     **rows("-mu --model-url -hff --hf-file --mmproj-url", refused("download it; --model FILE")),
     **rows("-hft --hf-token-file", refused("HF_TOKEN in the environment")),
     **rows("--offline", left_out("nothing is downloaded without --allow-download")),
-    **rows("--lora-scaled --control-vector --control-vector-scaled", refused(_NO_LORA)),
+    "--lora-scaled": refused(_NO_LORA),
+    "--control-vector": as_ours("--control-vectors"),
+    "--control-vector-scaled": OtherFlag(
+        words=_scaled_vectors, arity=SEVERAL, why="FILE:SCALE, or FILE SCALE"
+    ),
+    "--control-vector-layer-range": OtherFlag(
+        words=lambda values: (
+            ["--control-vector-layers", "-".join(values)] if len(values) == 2 else None
+        ),
+        arity=2,
+        why="two numbers: the first and the last layer",
+    ),
     "--lora-init-without-apply": left_out("requests name their adapter"),
     **rows("--log-disable --log-prefix --log-timestamps", left_out("see --log-level")),
     "--log-colors": left_out("see --log-level", OPTIONAL),

@@ -39,6 +39,7 @@ from headrace.front.text.parsing.families import (
 )
 from headrace.launch.adapters import adapter_spec
 from headrace.launch.chooser import Chooser
+from headrace.launch.control_vectors import control_spec
 from headrace.launch.drafters import DraftCheckpoint
 from headrace.launch.encoder_decoder import alignment_heads, longest_heard, suppressed_ids
 from headrace.launch.generation_defaults import generation_defaults
@@ -193,6 +194,7 @@ def _finished(
         image_norm=None if model.media is None else model.media.norm,
         shares_encoder=options.model.mm_encoder_tp_mode == "data",
         vision_path=model.vision_path,
+        control=control_spec(options, model),
     )
 
 

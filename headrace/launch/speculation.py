@@ -141,6 +141,7 @@ def _drafter(draft: DraftCheckpoint, model: ModelFacts, engine: EngineSpec) -> M
         quantization=None,
         manifest=None,
         adapters=None,
+        control=None,
         bare=False if own is None else own.bare,
     )
 

@@ -68,6 +68,12 @@ def line() -> CommandLine:
             "M --language-model-only --root-path /a --seed 3",
         ),
         ("M --no-such-flag 4", "M --no-such-flag 4"),
+        (
+            "-m f.gguf --control-vector a --control-vector-layer-range 3 9",
+            "--model f.gguf --control-vectors a --control-vector-layers 3-9",
+        ),
+        ("-m f.gguf --control-vector-scaled a 0.5", "--model f.gguf --control-vectors a:0.5"),
+        ("-m f.gguf --control-vector-scaled a:1,b:-2", "--model f.gguf --control-vectors a:1,b:-2"),
     ],
 )
 def test_flags_become_ours(typed: str, ours: str) -> None:

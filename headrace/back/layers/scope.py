@@ -7,7 +7,7 @@ work they put off until the weights are there, and the kernels they choose are c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -128,7 +128,8 @@ class Scope:
     "": they do not. `hollow`: parameters get no memory; whoever fills one gives it some.
     `image_norm`: mean and deviation of colours, where the checkpoint states them; None: those of
     the family. `shares_encoder`: the ranks share out what is to be encoded. `cache_scales`: those
-    that the checkpoint holds for a quantized KV cache."""
+    that the checkpoint holds for a quantized KV cache. `control`: by layer, what is added to the
+    residual behind it, float32 [E]."""
 
     ledger: Ledger
     mesh: Mesh
@@ -156,6 +157,7 @@ class Scope:
     image_norm: ImageNorm | None = None
     shares_encoder: bool = False
     cache_scales: CacheScales | None = None
+    control: Mapping[int, torch.Tensor] = field(default_factory=dict)
     path: str = ""
 
     @property

@@ -26,6 +26,7 @@ from headrace.back.layers.positions import PositionsSpec
 from headrace.back.layers.residual import BlockNormSpec, ResidualStreamsSpec, add_norm, total
 from headrace.back.layers.scope import Scope
 from headrace.back.layers.vision.encoder import MediaEncoder
+from headrace.back.models.control_layer import steered
 from headrace.back.models.decoder_layer import (
     DecoderLayerSpec,
     DecoderSizes,
@@ -207,7 +208,8 @@ class Decoder:
             self._layers += built
             self.kv_forms += self._layers[-1].kv_forms
             params_of.append(tuple(self._ledger.params[first:]))
-        self._layers = in_parts(streamed(self._layers, inside), inside, spec.layers)
+        layers = in_parts(streamed(self._layers, inside), inside, spec.layers)
+        self._layers = steered(layers, inside, self._stage.layers, spec.sizes.width)
         return tuple(params_of)
 
     def _logits_head(self, scope: Scope, spec: DecoderSpec) -> LogitsHead:
@@ -347,10 +349,7 @@ def read_sizes(
         vocabulary=config.int("vocab_size", ge=1),
         width=width,
         inner=config.int(
-            "intermediate_size",
-            inner or (REQUIRED if gated else 4 * width),
-            aliases=INNER,
-            ge=1,
+            "intermediate_size", inner or (REQUIRED if gated else 4 * width), aliases=INNER, ge=1
         ),
         layers=num_layers(config),
         heads=heads,

@@ -18,6 +18,7 @@ from headrace.back.layers.decode_context import check_forms
 from headrace.back.layers.offload import Offload
 from headrace.back.layers.scope import Head, Ledger, Scope
 from headrace.back.models.blocks import BuildFamily, Decoder
+from headrace.back.models.control_layer import directions
 from headrace.back.models.encoder_families import (
     BIDIRECTIONAL,
     EMBEDDERS,
@@ -124,12 +125,22 @@ def build_model(
             f"--enable-expert-parallel: a model of family {spec.family} has no routed experts here; leave it out",
             field=mesh.ep.option,
         )
+    _check_taken(model, spec, scope)
+    return model
+
+
+def _check_taken(model: LoadableModel, spec: ModelSpec, scope: Scope) -> None:
+    """ConfigError for control vectors and adapters of which the model takes none."""
+    if scope.control and not (isinstance(model, Decoder) and model.spec.streams is None):
+        raise ConfigError(
+            f"--control-vectors: nothing is added in models of family {spec.family}",
+            field="control_vectors",
+        )
     if scope.adapters is not None and model.adapters is None:
         raise ConfigError(
             f"--enable-lora: adapters are not applied in models of family {spec.family}",
             field="enable_lora",
         )
-    return model
 
 
 def _check_stage(model: LoadableModel, spec: ModelSpec, mesh: Mesh) -> None:
@@ -180,6 +191,7 @@ def scope_of(
         image_norm=spec.image_norm,
         shares_encoder=spec.shares_encoder,
         cache_scales=cache_scales,
+        control=directions(spec.control),
     )
 
 

@@ -57,6 +57,15 @@ class OffloadSpec(msgspec.Struct, frozen=True, kw_only=True):
     room_bytes: int | None = None
 
 
+class ControlSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Control vectors: GGUF files with the factor of each, and the first and last layer behind
+    which they are added."""
+
+    files: tuple[tuple[str, float], ...]
+    first: int
+    last: int
+
+
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A model on disk. `path` is a folder, or a GGUF file; `format`:
     safetensors, sharded_state, gguf, dummy.
@@ -78,7 +87,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     `max_model_len`; 0: of others. `spectrogram`: the shape of what an encoder of speech reads
     instead (base/wire/media.py: encoder_outputs). `image_norm`: what the checkpoint's processor
     says of the values of colours, None: as its family has them. `shares_encoder`: see
-    `--mm-encoder-tp-mode`. `vision_path`: the GGUF file with the tower of a GGUF model.
+    `--mm-encoder-tp-mode`. `vision_path`: the GGUF file with the tower of a GGUF model. `control`:
+    what is added behind layers; None: nothing.
     """
 
     path: str
@@ -112,6 +122,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     image_norm: ImageNorm | None = None
     shares_encoder: bool = False
     vision_path: str | None = None
+    control: ControlSpec | None = None
 
 
 class KVTransferSpec(msgspec.Struct, frozen=True, kw_only=True):

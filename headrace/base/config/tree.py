@@ -100,6 +100,20 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     language_model_only: Annotated[
         bool, Meta(description="Take text alone, though the model knows more.")
     ] = False
+    control_vectors: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="GGUF files of control vectors (llama.cpp's and repeng's `direction.N`), FILE or FILE:SCALE: "
+            "times its scale, each vector is added to the residual behind its layer. Several are summed."
+        ),
+    ] = ()
+    control_vector_layers: Annotated[
+        str | None,
+        Meta(
+            description="FIRST-LAST: the layers behind which control vectors are added. By default 1 to the last; "
+            "layer 0 has none."
+        ),
+    ] = None
     enable_mm_embeds: Annotated[
         bool,
         Meta(
