@@ -279,9 +279,10 @@ _VLLM: Mapping[str, OtherFlag] = {
     ),
     **rows("--show-hidden-metrics-for-version --collect-detailed-traces", left_out(_METRICS, ONE)),
     **rows(
-        "--cudagraph-metrics --enable-mfu-metrics --enable-layerwise-nvtx-tracing",
+        "--cudagraph-metrics --enable-layerwise-nvtx-tracing",
         left_out(_METRICS),
     ),
+    "--enable-mfu-metrics": switch("--mfu-metrics"),
     "--profiler-config": refused("--profile-dir is the folder of profiles"),
     **rows("--allowed-methods --allowed-headers", refused(_CORS)),
     "--allow-credentials": refused(_CORS, 0),

@@ -377,9 +377,8 @@ class EngineCore:
                 self.stall.note()
             return False
         plan, in_flight = planned
-        tokens = in_flight.num_decodes + in_flight.num_prefill_tokens
         now = self.clock()
-        self.counters.planned(now, rows=len(plan.rows), tokens=tokens)
+        self.counters.planned(now, rows=len(plan.rows), tokens=in_flight.num_tokens)
         host_s = time.perf_counter() - begin
         in_flight.submitted_at = now
         self._in_flight_steps.append((in_flight, self.executor.submit(plan)))
@@ -389,9 +388,10 @@ class EngineCore:
             self._stats.step(
                 running=self.scheduler.num_running,
                 waiting=len(self.scheduler.queue),
-                tokens=tokens,
+                tokens=in_flight.num_tokens,
                 free_blocks=self.kv.pool.num_free,
                 host_s=host_s,
+                plan=plan,
             )
         return True
 

@@ -326,9 +326,16 @@ class StatsSink(Protocol):
     """Receives counters; must not block."""
 
     def step(
-        self, *, running: int, waiting: int, tokens: int, free_blocks: int, host_s: float
+        self,
+        *,
+        running: int,
+        waiting: int,
+        tokens: int,
+        free_blocks: int,
+        host_s: float,
+        plan: StepPlan,
     ) -> None:
-        """One scheduled step."""
+        """One scheduled step. Sinks of packages are told all but the plan."""
         ...
 
     def finished(self, *, reason: str, num_prompt: int, num_output: int, num_cached: int) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from headrace.base import extensions
 from headrace.base.config.resolved import EngineSpec
 from headrace.base.errors import ConfigError
 from headrace.base.wire.retention import ROUTING_KEY
+from headrace.base.wire.step import StepPlan
+from headrace.core.compute_meter import ComputeMeter
 from headrace.core.core import EngineCore
 from headrace.core.kv_events import KVEvents
 from headrace.core.kv_retention import KVRetentions
@@ -30,6 +32,10 @@ def chosen_hooks(
     hooks: list[AdmissionHook] = []
     if spec.scheduler.no_evict:
         hooks.append(FullLengths(lambda: core().kv, spec.scheduler.max_step_tokens))
+    if spec.scheduler.mfu_metrics:
+        from headrace.launch.compute_cost import step_cost
+
+        hooks.append(ComputeMeter(step_cost(spec)))
     if spec.kv.choices.retention:
         hooks.append(KVRetentions(core))
     if spec.scheduler.policy == ROUTING_KEY.replace("_", "-"):
@@ -57,13 +63,15 @@ def extension_hooks(
     return hooks
 
 
-def extension_stats(spec: EngineSpec) -> StatsSink | None:
-    """The readers that may be used, as one; None: there are none."""
+def stats_of(spec: EngineSpec, hooks: Sequence[AdmissionHook]) -> StatsSink | None:
+    """The readers of figures, as one: the hook that counts operations, and the packages' that may
+    be used; None: there are none."""
+    meter = next((hook for hook in hooks if isinstance(hook, ComputeMeter)), None)
     sinks = {
-        name: cast(StatsSink, _extension_of(extensions.STATS, name, spec))
+        name: cast(PackageSink, _extension_of(extensions.STATS, name, spec))
         for name in extensions.allowed(extensions.STATS)
     }
-    return _Sinks(sinks) if sinks else None
+    return _Sinks(sinks, meter) if sinks else meter
 
 
 def _extension_of(group: str, name: str, *arguments: object) -> object:
@@ -77,14 +85,30 @@ def _extension_of(group: str, name: str, *arguments: object) -> object:
         ) from error
 
 
+class PackageSink(Protocol):
+    """A StatsSink as packages write it, which sees no plan."""
+
+    def step(
+        self, *, running: int, waiting: int, tokens: int, free_blocks: int, host_s: float
+    ) -> None:
+        """See StatsSink."""
+        ...
+
+    def finished(self, *, reason: str, num_prompt: int, num_output: int, num_cached: int) -> None:
+        """See StatsSink."""
+        ...
+
+
 class _Sinks:
     """Several readers. One that fails is left out from then on, and the log says so."""
 
-    def __init__(self, sinks: dict[str, StatsSink]) -> None:
-        self._sinks = sinks
+    def __init__(self, sinks: dict[str, PackageSink], meter: ComputeMeter | None) -> None:
+        self._sinks, self._meter = sinks, meter
 
-    def step(self, **figures: Any) -> None:
+    def step(self, *, plan: StepPlan, **figures: Any) -> None:
         """See StatsSink."""
+        if self._meter is not None:
+            self._meter.step(plan=plan, **figures)
         for name, sink in tuple(self._sinks.items()):
             try:
                 sink.step(**figures)

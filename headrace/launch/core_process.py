@@ -50,7 +50,7 @@ from headrace.core.output_processor import CoreOutput
 from headrace.core.ports import AdmissionHook
 from headrace.core.service_state import ServiceState
 from headrace.launch.adapters import adapters_of, load_adapters
-from headrace.launch.core_extensions import chosen_hooks, extension_hooks, extension_stats
+from headrace.launch.core_extensions import chosen_hooks, extension_hooks, stats_of
 from headrace.launch.frontend_connections import FrontendConnections, FrontendGone, Incoming
 from headrace.launch.topology import Report, report, tie_to_parent
 from headrace.launch.vocabulary import encoder_of, vocabulary_of
@@ -329,7 +329,7 @@ def _start(spec_path: str, socket_path: str, status: socket.socket, rest: Report
         spec,
         executor,
         hooks=hooks,
-        stats=extension_stats(spec),
+        stats=stats_of(spec, hooks),
         source=source,
         adapters=adapters,
         weights=weights_of(spec, lambda: core.executor),

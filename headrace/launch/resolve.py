@@ -62,6 +62,7 @@ from headrace.launch.scheduler_limits import (
     FAST_STEP_TOKENS,
     check_partial_prefills,
     cuda_step_tokens,
+    mfu_metrics_of,
     tenant_weights_of,
 )
 from headrace.launch.slots import with_slots
@@ -317,6 +318,7 @@ def _scheduler(
         slow_step_s=None if requested.slow_step_s == "auto" else requested.slow_step_s,
         chunked=not model.encodes,
         stages=device_spec.pipeline_parallel,
+        mfu_metrics=mfu_metrics_of(requested, model),
     )
 
 

@@ -6,9 +6,11 @@ from __future__ import annotations
 import math
 import re
 
+from headrace.back.models.families import FALLBACK
 from headrace.base.config.tree import SchedulerOptions
 from headrace.base.errors import ConfigError
 from headrace.core.scheduler.choice import check_scheduler
+from headrace.launch.model_facts import ModelFacts
 
 FAST_STEP_TOKENS = 8192
 # On CUDA a step of prompts may take about 48 ms: 2048 tokens of an 8 B model on an H200. Products
@@ -45,6 +47,19 @@ def check_partial_prefills(requested: SchedulerOptions, *, encodes: bool) -> Non
         raise ConfigError(
             f"--max-long-partial-prefills {longs}: at most --max-partial-prefills ({most})"
         )
+
+
+def mfu_metrics_of(requested: SchedulerOptions, model: ModelFacts) -> bool:
+    """Whether steps' operations and bytes are counted; ConfigError for models whose shapes do not
+    say them."""
+    if not requested.mfu_metrics:
+        return False
+    if model.family == FALLBACK or model.encodes or model.has_encoder:
+        raise ConfigError(
+            f"--mfu-metrics: {model.architecture} is no decoder of headrace's own families",
+            field="mfu_metrics",
+        )
+    return True
 
 
 def tenant_weights_of(requested: SchedulerOptions) -> dict[str, float]:

@@ -27,7 +27,7 @@ from headrace.base.errors import ConfigError
 from headrace.base.wire.request import Finished
 from headrace.core.core import EngineCore
 from headrace.core.scheduler.choice import check_scheduler
-from headrace.launch.core_extensions import extension_hooks, extension_stats
+from headrace.launch.core_extensions import extension_hooks, stats_of
 from headrace.launch.drafters import method_of
 from headrace.launch.facts import resolve_options
 from tests.core.harness import Driver, make_request, make_spec
@@ -156,7 +156,7 @@ def test_hooks_hold_requests_back_and_readers_get_figures(package: None) -> None
     extensions.allow(["unlucky", "fails", "figures"])
     spec = make_spec()
     hooks = extension_hooks(spec, (), lambda: core)
-    core = EngineCore(spec, NullExecutor(spec), hooks=hooks, stats=extension_stats(spec))
+    core = EngineCore(spec, NullExecutor(spec), hooks=hooks, stats=stats_of(spec, hooks))
     core.add(make_request(1, [5, 13]))
     core.add(make_request(2, [5, 9, 4], max_tokens=2))
     ends: dict[int, Finished] = {}
@@ -181,7 +181,7 @@ def test_what_fails_names_itself_and_nothing_is_made_of_what_is_not_allowed(pack
         extension_hooks(spec, (), lambda: pytest.fail("there is no core"))
     extensions.allow(())
     assert extension_hooks(spec, (), lambda: pytest.fail("there is no core")) == []
-    assert extension_stats(spec) is None
+    assert stats_of(spec, ()) is None
 
 
 def test_a_package_s_scheduler_orders_requests(package: None) -> None:

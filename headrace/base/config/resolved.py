@@ -196,6 +196,7 @@ class SchedulerSpec(msgspec.Struct, frozen=True, kw_only=True):
     slow_step_s: float | None = None
     chunked: bool = True
     stages: int = 1
+    mfu_metrics: bool = False
 
 
 class ContextSpec(msgspec.Struct, frozen=True, kw_only=True):

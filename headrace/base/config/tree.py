@@ -255,6 +255,13 @@ class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):
             "loses its place, for fewer at a time."
         ),
     ] = False
+    mfu_metrics: Annotated[
+        bool,
+        Meta(
+            description="Count the operations and bytes that steps ask of each device, by the model's shapes: what "
+            "FLOPs utilization is computed from."
+        ),
+    ] = False
     inter_prefill_budget: Annotated[
         Positive | None,
         Meta(

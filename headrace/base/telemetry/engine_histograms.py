@@ -18,6 +18,10 @@ FURTHER = (
     'Every number an engine core reports appears as `headrace_engine_NAME{engine="i"}` as well.\n'
     "`rss_bytes` is the memory of its process, `workers_rss_bytes` that of those below it,\n"
     "`headrace_process_resident_memory_bytes` that of the API process that answers. With\n"
+    "`--mfu-metrics` `estimated_flops`, `estimated_read_bytes` and `estimated_write_bytes` are what\n"
+    "the steps asked of each device, by the model's shapes: weights, KV cache and attention, without\n"
+    "activations and recurrences. FLOPs utilization is\n"
+    "`rate(headrace_engine_estimated_flops[1m]) / PEAK`, PEAK of one device's data sheet. With\n"
     "`--watched-blocks N` these are histograms, of one in N blocks of the KV cache: "
     + ", ".join(f"`headrace_engine_{name}`" for name in HISTOGRAMS)
 )

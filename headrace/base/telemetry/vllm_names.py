@@ -52,6 +52,9 @@ FIGURES: Mapping[str, tuple[str, str]] = {
     "prefix_hit_tokens": ("vllm:prefix_cache_hits_total", "counter"),
     "media_queries": ("vllm:mm_cache_queries_total", "counter"),
     "media_hits": ("vllm:mm_cache_hits_total", "counter"),
+    "estimated_flops": ("vllm:estimated_flops_per_gpu_total", "counter"),
+    "estimated_read_bytes": ("vllm:estimated_read_bytes_per_gpu_total", "counter"),
+    "estimated_write_bytes": ("vllm:estimated_write_bytes_per_gpu_total", "counter"),
     "asleep": ("vllm:engine_sleep_state", "gauge"),
 }
 """Figure of a core's status -> vLLM's series and its type."""

@@ -47,6 +47,11 @@ class InFlightStep:
     seconds: float = 0.0
     deferred: tuple[str, ...] = ()
 
+    @property
+    def num_tokens(self) -> int:
+        """Of all its rows."""
+        return self.num_decodes + self.num_prefill_tokens
+
 
 @dataclass(slots=True, eq=False)
 class StepPlanBuilder:
