@@ -46,6 +46,8 @@ _KV_DTYPES = {
     "int8_per_token_head": ("--kv-dtype", "int8"),
     "int4_per_token_head": ("--kv-dtype", "int4"),
     "nvfp4": ("--kv-dtype", "nvfp4"),
+    "nvfp4_4over6": ("--kv-dtype", "nvfp4-4over6"),
+    "fp8_ds_mla": ("--kv-dtype", "fp8"),
 }
 _KV_HINT = (
     f"allowed: {', '.join(_KV_DTYPES)}; turboquant types are not built: --kv-dtype int4-rotated "

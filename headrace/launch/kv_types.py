@@ -17,6 +17,7 @@ MEANINGS = {
     "int4-rotated": "the same of rotated heads",
     "int3-rotated": "3-bit values of rotated heads with a scale and a smallest value per token and head",
     "nvfp4": "e2m1 values with an e4m3 scale per 16 dimensions and one per token and head",
+    "nvfp4-4over6": "the same, whose 16 dimensions end at 4 or at 6, whichever loses less",
 }
 WINDOWS = "sliding_window"
 

@@ -24,6 +24,7 @@ def logits(folder, kv_dtype, steps, plain=()):
         ("fp8_e5m2", 0.3),
         ("int4", 0.4),
         ("nvfp4", 0.5),
+        pytest.param("nvfp4-4over6", 0.5, marks=pytest.mark.slow),
         ("int3-rotated", 0.8),
     ],
 )

@@ -38,12 +38,23 @@ class KVOptions(msgspec.Struct, frozen=True, kw_only=True):
         Literal[8, 16, 32, 64, 128], Meta(description="Tokens in a KV block.")
     ] = 16
     kv_dtype: Annotated[
-        Literal["auto", "int8", "fp8", "fp8_e5m2", "int4", "nvfp4", "int4-rotated", "int3-rotated"],
+        Literal[
+            "auto",
+            "int8",
+            "fp8",
+            "fp8_e5m2",
+            "int4",
+            "nvfp4",
+            "nvfp4-4over6",
+            "int4-rotated",
+            "int3-rotated",
+        ],
         Meta(
             description="Type of the KV cache; auto takes that of the activations. int8, fp8 (e4m3) and fp8_e5m2 keep "
             "values with a scale per token and head: about half the memory; int4 takes about a quarter, with a scale "
-            "and a smallest value, nvfp4 with scales of 16 dimensions; int4-rotated and int3-rotated (a fifth) rotate "
-            "heads first. On CUDA heads of less than a byte a value are of a power of two."
+            "and a smallest value, nvfp4 with scales of 16 dimensions (nvfp4-4over6: that end at 4 or 6); int4-rotated "
+            "and int3-rotated (a fifth) rotate heads first. On CUDA heads of less than a byte a value are of a power "
+            "of two."
         ),
     ] = "auto"
     kv_dtype_skip_layers: Annotated[

@@ -50,7 +50,7 @@ CODES = pytest.mark.parametrize(
 
 def as_read(dtype, code):
     """The type that the values of the cache have in products."""
-    return dtype if code == "int4" or code == "nvfp4" else torch.float32
+    return dtype if code == "int4" or code.startswith("nvfp4") else torch.float32
 
 
 def fitting(head_dim, code):
@@ -163,6 +163,7 @@ def test_long_chunks_equal_the_reference(library, heads, window, softcap, whole,
         ("fp8_e5m2", 0.12),
         ("int4", 0.2),
         ("nvfp4", 0.25),
+        ("nvfp4-4over6", 0.2),
         pytest.param("int4-rotated", 0.2, marks=pytest.mark.slow),
         ("int3-rotated", 0.4),
     ],

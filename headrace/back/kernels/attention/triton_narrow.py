@@ -16,7 +16,13 @@ import triton
 import triton.language as tl
 
 from headrace.back.kernels.attention.op import AttentionProblem
-from headrace.back.kernels.kv_write.quantized import ROTATED, SCALE_BYTES, rotation, value_bytes
+from headrace.back.kernels.kv_write.quantized import (
+    E2M1,
+    ROTATED,
+    SCALE_BYTES,
+    rotation,
+    value_bytes,
+)
 from headrace.back.kernels.kv_write.triton_narrow_write import NARROW
 from headrace.back.kernels.triton.wrap import has_bfloat_pairs
 
@@ -37,7 +43,7 @@ def forms_of(problem: AttentionProblem) -> dict[str, Any]:
     return {
         "QUANTIZED": form is not None and not narrow,
         "BITS": by_bits,
-        "NARROW": form if narrow else None,
+        "NARROW": ("nvfp4" if form in E2M1 else form) if narrow else None,
     }
 
 

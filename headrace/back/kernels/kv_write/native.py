@@ -28,6 +28,7 @@ QUANTIZATION_IDS = {
     "nvfp4": 5,
     "int4-rotated": 6,
     "int3-rotated": 7,
+    "nvfp4-4over6": 5,  # as it is read
 }
 """How the native library numbers the forms of a cache."""
 _ARGUMENTS = (*(POINTER,) * 4, *(INT64,) * 12)
@@ -105,6 +106,8 @@ def _supports(problem: KVWriteProblem) -> str | None:
         return f"quantizes heads of at most {MAX_QUANTIZED_HEAD}, not {problem.head_dim}"
     if reason := unfit(problem.quantized, problem.head_dim):
         return reason
+    if problem.quantized == "nvfp4-4over6":
+        return "writes nvfp4 whose groups end at 6"
     return unsupported(problem.device, problem.dtype)
 
 

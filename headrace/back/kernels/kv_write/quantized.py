@@ -28,6 +28,9 @@ its lowest bits on, and byte D / 4 + i the third of dimensions i, D / 8 + i, ...
 "nvfp4" holds e2m1 numbers (Open Compute, Microscaling Formats 1.0, 5.3.3), placed likewise, then an
 e4m3 scale for each 16 dimensions: that of the largest magnitude, which becomes 6, in units of the
 token's float32 scale, by which the largest of all is 448. Nearest numbers, ties to even.
+"nvfp4-4over6" is read as "nvfp4" is; when it is written, the largest of 16 becomes 6 or 4,
+whichever loses less in the sum of squares, and the token's scale makes the largest of all 256, so
+that the scales of fours have room (Cook et al. 2025, Four Over Six).
 
 A NaN or Inf (or what float16 does not hold) makes the scale, read as float32, NaN, so that what is
 lost cannot go unseen; no quantized value is NaN.
@@ -44,7 +47,9 @@ SCALE_BYTES = 4
 LARGEST = {"int8": 127.0, "fp8": 448.0, "fp8_e5m2": 57344.0}
 FLOATS = {"fp8": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 """The type of the values of forms that hold floats."""
-HALVES = ("int4", "nvfp4", "int4-rotated")
+E2M1 = {"nvfp4": 448.0, "nvfp4-4over6": 256.0}
+"""Forms of e2m1 numbers, and the e4m3 scale of a token's largest magnitude."""
+HALVES = ("int4", *E2M1, "int4-rotated")
 """Forms with two dimensions in a byte."""
 ROTATED = {"int4-rotated": 15, "int3-rotated": 7}
 """Forms of a rotated head, and their largest numbers."""
@@ -58,7 +63,7 @@ def value_bytes(head_dim: int, form: str) -> int:
         return head_dim // 8 * 3
     if form not in HALVES:
         return head_dim
-    return head_dim // 2 + (-(-head_dim // _SHARED) if form == "nvfp4" else 0)
+    return head_dim // 2 + (-(-head_dim // _SHARED) if form in E2M1 else 0)
 
 
 def unfit(form: str | None, head_dim: int) -> str | None:
@@ -94,7 +99,7 @@ def dequantize(kv: torch.Tensor, dtype: torch.dtype, form: str) -> torch.Tensor:
         scale, low = scales.contiguous()[..., None].view(torch.float16).float().chunk(2, -1)
         values = _numbers(quantized, form).float() * scale + low
         return (_restored(values) if form in ROTATED else values).to(dtype)
-    if form == "nvfp4":
+    if form in E2M1:
         return (_e2m1_values(quantized) * scales[..., None]).to(dtype)
     values = quantized.view(FLOATS.get(form, torch.int8))
     return (values.float() * scales[..., None]).to(dtype)
@@ -115,8 +120,8 @@ def quantize(
             else _whole_numbers(x, lost, 15)
         )
         return _packed(numbers, form), slots
-    if form == "nvfp4":
-        return _e2m1(x, lost)
+    if form in E2M1:
+        return _e2m1(x, lost, form)
     assert fixed is None or form == "fp8", form
     top = x.abs().amax(-1)
     # A number divided by a tensor is its reciprocal's product to torch: rounded twice.
@@ -191,24 +196,51 @@ def _signs(x: torch.Tensor) -> torch.Tensor:
     return 1.0 - 2.0 * ((places * 0x9E3779B1 & 0xFFFFFFFF) >> 31).to(x.dtype)
 
 
-def _e2m1(x: torch.Tensor, lost: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    head_dim = x.shape[-1]
+def _e2m1(x: torch.Tensor, lost: torch.Tensor, form: str) -> tuple[torch.Tensor, torch.Tensor]:
+    head_dim, most = x.shape[-1], E2M1[form]
     groups = F.pad(x, (0, -head_dim % _SHARED)).unflatten(-1, (-1, _SHARED))
     largest = groups.abs().amax(-1)
     top = largest.amax(-1, keepdim=True)
-    outer = top / top.new_tensor(6 * LARGEST["fp8"])
-    inverse = torch.where(top > 1e-30, top.new_tensor(LARGEST["fp8"]) / top, 0)
-    group_scales = (largest * inverse).clamp(max=LARGEST["fp8"]).to(torch.float8_e4m3fn)
-    scales = group_scales.float() * outer
-    unit = torch.where(scales > 0, scales.new_tensor(1.0) / scales, 0)
-    sizes = groups.abs() * unit[..., None]
-    steps = torch.tensor((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0), device=x.device)
-    numbers = torch.bucketize(sizes, steps)  # a tie goes down
-    numbers += torch.isin(sizes, steps[1::2])  # to an odd number: up instead
-    numbers |= (groups < 0).to(torch.int64) << 3
+    outer = top / top.new_tensor(6 * most)
+    inverse = torch.where(top > 1e-30, top.new_tensor(most) / top, 0)
+    numbers, group_scales = _e2m1_groups(groups, largest * inverse, outer)
+    if form == "nvfp4-4over6":
+        fours, scales_of_fours = _e2m1_groups(groups, largest * inverse * 1.5, outer)
+        lost_by = [
+            _off(groups, *parts, outer)
+            for parts in ((numbers, group_scales), (fours, scales_of_fours))
+        ]
+        fewer = lost_by[1] < lost_by[0]
+        numbers = torch.where(fewer[..., None], fours, numbers)
+        group_scales = torch.where(fewer, scales_of_fours.float(), group_scales.float())
+        group_scales = group_scales.to(torch.float8_e4m3fn)
     lower, upper = numbers.to(torch.int8).flatten(-2)[..., :head_dim].chunk(2, -1)
     quantized = torch.cat((lower | upper << 4, group_scales.view(torch.int8)), -1)
     return quantized, outer[..., 0].masked_fill(lost, torch.nan)
+
+
+def _e2m1_groups(
+    groups: torch.Tensor, wanted: torch.Tensor, outer: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Bits of e2m1 [..., G, 16] and e4m3 scales [..., G], the nearest to those that are wanted in
+    units of the token's."""
+    group_scales = wanted.clamp(max=LARGEST["fp8"]).to(torch.float8_e4m3fn)
+    scales = group_scales.float() * outer
+    unit = torch.where(scales > 0, scales.new_tensor(1.0) / scales, 0)
+    sizes = groups.abs() * unit[..., None]
+    steps = torch.tensor((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0), device=groups.device)
+    numbers = torch.bucketize(sizes, steps)  # a tie goes down
+    numbers += torch.isin(sizes, steps[1::2])  # to an odd number: up instead
+    return numbers | (groups < 0).to(torch.int64) << 3, group_scales
+
+
+def _off(
+    groups: torch.Tensor, numbers: torch.Tensor, group_scales: torch.Tensor, outer: torch.Tensor
+) -> torch.Tensor:
+    """What numbers lose of each group [..., G]: the sum of squares."""
+    levels = torch.tensor((*_E2M1, *(-level for level in _E2M1)), device=groups.device)
+    values = levels[numbers] * (group_scales.float() * outer)[..., None]
+    return (values - groups).square().sum(-1)
 
 
 def _e2m1_values(quantized: torch.Tensor) -> torch.Tensor:

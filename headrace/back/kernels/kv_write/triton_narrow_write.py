@@ -7,11 +7,17 @@ import torch
 import triton
 import triton.language as tl
 
-from headrace.back.kernels.kv_write.quantized import ROTATED, SCALE_BYTES, typed, value_bytes
+from headrace.back.kernels.kv_write.quantized import (
+    E2M1,
+    ROTATED,
+    SCALE_BYTES,
+    typed,
+    value_bytes,
+)
 from headrace.back.kernels.triton.grid import enter
 from headrace.back.kernels.triton.wrap import launch
 
-NARROW = ("int4", "nvfp4", *ROTATED)
+NARROW = ("int4", *E2M1, *ROTATED)
 """Forms of less than a byte a value."""
 
 
@@ -53,14 +59,33 @@ def _e4m3(b_x):
 
 
 @triton.jit
+def _e2m1(b_groups, b_wanted, outer):
+    """Bits of e2m1 [G, 16] without their signs, bytes of e4m3 scales [G], the nearest to those that
+    are wanted in units of `outer`, and what the numbers lose: sums of squares [G]."""
+    b_bytes, b_unit = _e4m3(tl.minimum(b_wanted, 448.0))
+    b_unit = b_unit * outer
+    b_inverse = tl.where(b_unit > 0.0, tl.div_rn(1.0, tl.where(b_unit > 0.0, b_unit, 1.0)), 0.0)
+    b_size = tl.abs(b_groups) * b_inverse[:, None]
+    b_number = (b_size > 0.25).to(tl.int32) + (b_size >= 0.75).to(tl.int32)
+    b_number += (b_size > 1.25).to(tl.int32) + (b_size >= 1.75).to(tl.int32)
+    b_number += (b_size > 2.5).to(tl.int32) + (b_size >= 3.5).to(tl.int32)
+    b_number += (b_size > 5.0).to(tl.int32)
+    b_large = tl.where(b_number < 6, b_number - 2, 2 * b_number - 8).to(tl.float32)
+    b_value = tl.where(b_number < 4, b_number.to(tl.float32) * 0.5, b_large)
+    b_off = b_value * b_unit[:, None] - tl.abs(b_groups)
+    return b_number, b_bytes, tl.sum(b_off * b_off, axis=1)
+
+
+@triton.jit
 def narrow_write_kernel(
     k, v, kv, scales, slots, k_token_stride, k_head_stride, v_token_stride, v_head_stride,
     block_stride, kind_stride, head_stride, FORM: tl.constexpr, HEAD_DIM: tl.constexpr,
     LOG: tl.constexpr, ROOT: tl.constexpr, MOST: tl.constexpr, BYTES: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr, DEPENDENT: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr, LARGEST: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Grid: tokens, KV heads, keys and values. `kv` int8, `scales` the same memory as float32;
-    strides of the cache count bytes. MOST: the largest whole number, BYTES: of a token's values."""
+    strides of the cache count bytes. MOST: the largest whole number, BYTES: of a token's values,
+    LARGEST: of forms of e2m1 numbers the scale of the largest, else 0."""
     enter(DEPENDENT)
     i_t, i_k, i_kind = (
         tl.program_id(0).to(tl.int64),
@@ -80,21 +105,19 @@ def narrow_write_kernel(
     place = slot % BLOCK_TOKENS
     offset = slot // BLOCK_TOKENS * block_stride + i_k * head_stride + i_kind * kind_stride
     p_values = kv + offset + place * BYTES
-    if FORM == "nvfp4":
+    if LARGEST:
         G: tl.constexpr = HEAD_DIM // 16
         b_groups = tl.reshape(b_x, [G, 16])
         b_largest = tl.max(tl.abs(b_groups), axis=1)
         top = tl.max(b_largest, axis=0)
-        outer = tl.div_rn(top, 2688.0)
-        inverse = tl.where(top > 1e-30, tl.div_rn(448.0, tl.maximum(top, 1e-30)), 0.0)
-        b_bytes, b_unit = _e4m3(tl.minimum(b_largest * inverse, 448.0))
-        b_unit = b_unit * outer
-        b_inverse = tl.where(b_unit > 0.0, tl.div_rn(1.0, tl.where(b_unit > 0.0, b_unit, 1.0)), 0.0)
-        b_size = tl.abs(b_groups) * b_inverse[:, None]
-        b_number = (b_size > 0.25).to(tl.int32) + (b_size >= 0.75).to(tl.int32)
-        b_number += (b_size > 1.25).to(tl.int32) + (b_size >= 1.75).to(tl.int32)
-        b_number += (b_size > 2.5).to(tl.int32) + (b_size >= 3.5).to(tl.int32)
-        b_number += (b_size > 5.0).to(tl.int32)
+        outer = tl.div_rn(top, 6.0 * LARGEST)
+        inverse = tl.where(top > 1e-30, tl.div_rn(LARGEST, tl.maximum(top, 1e-30)), 0.0)
+        b_number, b_bytes, b_off = _e2m1(b_groups, b_largest * inverse, outer)
+        if FORM == "nvfp4-4over6":
+            b_fours, b_of_fours, b_off_fours = _e2m1(b_groups, b_largest * inverse * 1.5, outer)
+            b_fewer = b_off_fours < b_off
+            b_number = tl.where(b_fewer[:, None], b_fours, b_number)
+            b_bytes = tl.where(b_fewer, b_of_fours, b_bytes)
         b_number = tl.reshape(b_number | ((b_groups < 0.0).to(tl.int32) << 3), [HEAD_DIM])
         tl.store(p_values + HEAD_DIM // 2 + tl.arange(0, G), b_bytes.to(tl.int8))
         b_slot = outer
@@ -159,5 +182,6 @@ def write(
         *v_TKD.stride()[:2], *kv.stride()[:3], FORM=form, HEAD_DIM=head_dim,
         LOG=head_dim.bit_length() - 1 if form in ROTATED else 0, ROOT=float(head_dim**-0.5),
         MOST=float(ROTATED.get(form, 15)), BYTES=bytes_of_one, BLOCK_TOKENS=block_tokens,
+        LARGEST=E2M1.get(form, 0.0),
         num_warps=1, enable_fp_fusion=False, **launch(k_TKD.device),
     )  # fmt: skip

@@ -171,6 +171,7 @@ def _tolerance(problem: QKRopeWriteProblem) -> float:
         "fp8_e5m2": 1 / 8,
         "int4": 1 / 7,
         "nvfp4": 1 / 3,
+        "nvfp4-4over6": 1 / 3,
         "int4-rotated": 1 / 7,
         "int3-rotated": 1 / 3,
     }[problem.quantized]
