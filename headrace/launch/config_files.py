@@ -25,6 +25,8 @@ def read_config(folder: Path) -> dict[str, Any]:
         if method == "modelopt":
             inside = ConfigReader(written, str(beside)).section("quantization")
             written = {} if inside is None else dict(inside.raw)
+        if method == "quanto":
+            written = {"modules": written, "hidden_size": config.get("hidden_size")}
         if written:
             config["quantization_config"] = {"quant_method": method, **written}
     if of_mlx := _written_by_mlx(config):
@@ -46,5 +48,6 @@ _BESIDE = {
     "hf_quant_config.json": "modelopt",
     "quantize_config.json": "gptq",
     "quant_config.json": "awq",
+    "quanto_qmap.json": "quanto",
 }
-"""Files of ModelOpt, AutoGPTQ and AutoAWQ beside config.json -> their method."""
+"""Files of ModelOpt, AutoGPTQ, AutoAWQ and Quanto beside config.json -> their method."""

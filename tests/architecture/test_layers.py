@@ -46,6 +46,7 @@ FAMILY_PACKAGES = (
     "front/media/processors",
     "base/config/gguf",
     "base/config/weight_files",  # the checkpoint format of that name
+    "base/config/quantization_formats",  # names of checkpoint formats
     "launch/locate",
     "front/text/gguf_tokenizer",  # names of pre-tokenizers in GGUF metadata
     "front/text/tokenizer_classes",  # names of model types in config.json

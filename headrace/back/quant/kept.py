@@ -66,8 +66,10 @@ _KEPT = (
     "gptq", "awq", "packed", "scaled", "sparse-24", "sparse", "torchao-int8", "torchao-float8",
     "torchao-int4", "hqq", "modelopt-int4", "mlx", "quark-uint4", "quark-int4", "ternary", "ternary-inverse",
     "awq-gemv", "awq-gemv-fast", "awq-marlin", "gptq-marlin", "gptq-marlin-24", "marlin-24", "eetq",
-    "torchao-tiles", "metal",
+    "torchao-tiles", "metal", "quanto", "quanto-packed", "row-integers", "bitblas",
 )  # fmt: skip
+_MXFP4 = ("mxfp4-packed", "mxfp4-quark", "mxfp4-blocks", "mlx-mxfp4", "fouroversix-mxfp4")
+_NVFP4 = ("nvfp4", "nvfp4-packed", "mlx-nvfp4", "fouroversix-nvfp4")
 _WITHOUT_ZEROS = ("scaled", "sparse-24", "sparse")
 
 
@@ -118,9 +120,9 @@ def _plain_scheme(tensor: QuantizedTensor) -> str | None:
         return None
     if (in_groups := _in_groups(tensor)) is not None:
         return in_groups
-    if numbers.arrangement in ("mxfp4-packed", "mxfp4-quark", "mxfp4-blocks", "mlx-mxfp4"):
+    if numbers.arrangement in _MXFP4:
         return "mxfp4"
-    if numbers.arrangement in ("nvfp4", "nvfp4-packed", "mlx-nvfp4"):
+    if numbers.arrangement in _NVFP4:
         return NVFP4
     # MLX has experts in one tensor: a rectangle of it is one expert's.
     dims = len(tensor.shape) - (numbers.arrangement == "mlx")

@@ -13,13 +13,15 @@ from headrace.base.config.quantized_shapes import Shape, StoredMembers
 class Arrangement:
     """How a weight is stored. `roles`: role -> the tensor's name, with {weight} or {module};
     "values" is what it is recognised by, if it has one of `dtypes`. `optional` roles may lack.
-    `shape` works out the weight's shape; `expected` the shapes of its members."""
+    `shape` works out the weight's shape; `expected` the shapes of its members; `group`, where the
+    tensors say it and not the config, how many inputs share a scale."""
 
     roles: Mapping[str, str]
     dtypes: tuple[str, ...]
     shape: Callable[[StoredMembers], Shape]
     optional: tuple[str, ...] = ()
     expected: Callable[[Shape, Numbers], Mapping[str, tuple[Shape, ...]]] = lambda shape, numbers: {}
+    group: Callable[[StoredMembers], int] | None = None
 
     def weight_of(self, tensor: str) -> str | None:
         """The weight whose values a tensor of this name holds."""

@@ -1,5 +1,6 @@
 """Rows of quantized_arrangements.py, with their shapes: weights whose values are looked up (AQLM,
-VPTQ, EXL3), whose groups have bits of their own (EXL2), or whose inputs are rotated (FP-Quant)."""
+VPTQ, EXL3), whose groups have bits of their own (EXL2), whose inputs are rotated (FP-Quant), or
+whose scales are quantized (SpQR)."""
 
 from __future__ import annotations
 
@@ -147,6 +148,30 @@ def rotated_members(shape: Shape, numbers: Numbers) -> Forms:
     return {**forms, **nibbles_members(shape, numbers)}
 
 
+SPQR_TILE = 16
+
+
+def spqr_shape(stored: StoredMembers) -> Shape:
+    """Words of 64 bits hold 16 inputs of an output. Outputs follow from where each of them, or of
+    16 together, begins among the floats; inputs also from their order."""
+    words, offsets = math.prod(stored.shape("values")), math.prod(stored.shape("offsets")) - 1
+    ordered = 2 * math.prod(stored.shape("order")) if stored.has("order") else 0
+    fitting = [
+        (outputs, words * SPQR_TILE // outputs)
+        for outputs in (offsets, offsets * SPQR_TILE)
+        if outputs > 0 and outputs % SPQR_TILE == 0 and words % outputs == 0
+    ]
+    if ordered:
+        fitting = [shape for shape in fitting if shape[1] == ordered]
+    if len(fitting) > 1:  # where 16 outputs share a beginning, it is a multiple of 16
+        starts = struct.unpack(f"<{offsets + 1}i", stored.content("offsets"))
+        interleaved = all(start % SPQR_TILE == 0 for start in starts) and starts[-1] > 0
+        fitting = fitting[interleaved:][:1]
+    if not fitting:
+        raise ValueError(f"{words} words and {offsets} beginnings fit no tiles of 16 x 16")
+    return fitting[0]
+
+
 _ROTATION = {
     "rotation": "{module}.forward_hadamard_matrix",
     "backward": "{module}.backward_hadamard_matrix",
@@ -221,6 +246,17 @@ LOOKED_UP = {
         optional=("inverse", "order"),
         shape=exl2_shape,
         expected=exl2_members,
+    ),
+    "spqr": Arrangement(
+        roles={
+            "values": "{module}.dense_weights",
+            "offsets": "{module}.row_offsets",
+            "added": "{module}.col_vals",
+            "order": "{module}.in_perm",
+        },
+        dtypes=("I64",),
+        optional=("order",),
+        shape=spqr_shape,
     ),
     "exl3": Arrangement(
         roles={"values": "{module}.trellis"}

@@ -52,6 +52,10 @@ class Numbers(msgspec.Struct, frozen=True, kw_only=True):
     activations  how inputs are to be quantized; None: they stay as they are
     codebook     how vectors of values are looked up; None: values are numbers
     sections     of the outputs, of equal size, each with groups of its own from its first output on
+    size         of the weight (outputs, inputs), one of them where its tensors do not say it;
+                 0: they do
+    largest      what stands for the largest magnitude of the weight, where that is stored; 0: it
+                 is not
     """
 
     arrangement: str
@@ -64,6 +68,8 @@ class Numbers(msgspec.Struct, frozen=True, kw_only=True):
     activations: Activations | None = None
     codebook: Codebook | None = None
     sections: int = 1
+    size: tuple[int, int] = (0, 0)
+    largest: int = 0
 
 
 class Rule(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,8 +1,9 @@
 """`quantization_config` of config.json, read key by key, for each format of the table.
 
 A variant that is not known is refused by its key, value and the known values. compressed-tensors:
-quantization_compressed.py; torchao and HQQ: quantization_torch.py; MLX: quantization_mlx.py;
-codebooks: quantization_vectors.py.
+quantization_compressed.py; floats of 4 and 8 bits: quantization_fp4.py and quantization_fp8.py;
+what packages of PyTorch write: quantization_torch.py; MLX: quantization_mlx.py; codebooks:
+quantization_vectors.py.
 """
 
 from __future__ import annotations
@@ -33,10 +34,11 @@ from headrace.base.config.quantization_activations import (
     quark_activations,
 )
 from headrace.base.config.quantization_compressed import compressed
-from headrace.base.config.quantization_fp8 import fbgemm, fp8
+from headrace.base.config.quantization_fp4 import fouroversix, mxfp4
+from headrace.base.config.quantization_fp8 import fbgemm, fp8, mxfp8
 from headrace.base.config.quantization_mlx import mlx
-from headrace.base.config.quantization_torch import hqq, torchao
-from headrace.base.config.quantization_vectors import aqlm, exl2, exl3, fp_quant, vptq
+from headrace.base.config.quantization_torch import hqq, quanto, row_integers, sinq, torchao
+from headrace.base.config.quantization_vectors import aqlm, exl2, exl3, fp_quant, spqr, vptq
 
 
 def stored_quantization(raw: Mapping[str, Any], where: str) -> StoredQuantization | None:
@@ -53,29 +55,32 @@ def stored_quantization(raw: Mapping[str, Any], where: str) -> StoredQuantizatio
 
 
 def _read(config: ConfigReader) -> StoredQuantization:
-    method = config.choice("quant_method", tuple(METHODS))
+    method = config.choice("quant_method", tuple(METHODS), aliases=("quantization_method",))
     return METHODS[method](config)
 
 
 def _gptq(config: ConfigReader) -> StoredQuantization:
     """GPTQ (Frantar et al. 2022): integers with a scale and zero point for each output and group of
-    inputs. Version 1 stores zero points less one; Marlin's tiles have none."""
+    inputs. Version 1 stores zero points less one; Marlin's tiles have none. BitBLAS's rows have
+    them as they are, and no order of inputs."""
     config.choice("pack_dtype", ("int32",), "int32")
     version = config.choice("checkpoint_format", _GPTQ, "gptq")
     if config.bool("is_marlin_format", False) or config.raw.get("quant_method") == "marlin":
         version = "marlin"
+    if config.bool("is_bitblas_format", False) or config.raw.get("quant_method") == "bitblas":
+        version = "bitblas"
     tiles = version.startswith("marlin")
-    known = (4,) if version == "marlin" else (4, 8) if tiles else (2, 3, 4, 8)
+    known = _GPTQ_BITS.get(version, (2, 3, 4, 8))
     bits, size = bits_of(config, known), config.int("group_size", ge=-1)
     ordered = config.bool("desc_act", False)
-    if tiles and ordered and size != -1:
+    if (tiles or version == "bitblas") and ordered and size != -1:
         raise config.wrong("desc_act", f"false, in the layout {version}")
     numbers = Numbers(
         arrangement=_GPTQ[version],
         bits=bits,
         group=(1, 0 if size == -1 else size),
         signed=tiles,
-        ordered=ordered and not tiles,
+        ordered=ordered and version in ("gptq", "gptq_v2"),
         symmetric=config.bool("sym", tiles),
         zero_offset=1 if version == "gptq" else 0,
     )
@@ -90,8 +95,10 @@ _GPTQ = {
     "gptq_v2": "gptq",
     "marlin": "gptq-marlin",
     "marlin_24": "gptq-marlin-24",
+    "bitblas": "bitblas",
 }
 """`checkpoint_format` -> arrangement."""
+_GPTQ_BITS = {"marlin": (4,), "marlin_24": (4, 8), "bitblas": (2, 4, 8)}
 
 
 def _dynamic(config: ConfigReader, numbers: Numbers, known: tuple[int, ...]) -> tuple[Rule, ...]:
@@ -294,13 +301,6 @@ _MODELOPT = {
 }
 
 
-def _mxfp4(config: ConfigReader) -> StoredQuantization:
-    """gpt-oss: e2m1 numbers, a power of two for 32 inputs, experts only."""
-    return everything(
-        "mxfp4", Numbers(arrangement="mxfp4-blocks", bits=4, group=(1, 32)), plain_modules(config)
-    )
-
-
 def _bitsandbytes(config: ConfigReader) -> StoredQuantization:
     """bitsandbytes: levels of 4 bits (nf4, fp4) in runs of values, or int8 with a scale for each
     output."""
@@ -341,9 +341,11 @@ def _bitnet(config: ConfigReader) -> StoredQuantization:
 
 METHODS: dict[str, Callable[[ConfigReader], StoredQuantization]] = {
     "fp8": fp8,
+    "mxfp8": mxfp8,
     "fbgemm_fp8": fbgemm,
     "gptq": _gptq,
     "marlin": _gptq,
+    "bitblas": _gptq,
     "awq": _awq,
     "auto-round": _auto_round,
     "intel/auto-round": _auto_round,
@@ -353,7 +355,8 @@ METHODS: dict[str, Callable[[ConfigReader], StoredQuantization]] = {
     "modelopt_fp4": _modelopt,
     "modelopt_mixed": _modelopt,
     "modelopt_mxfp8": _modelopt,
-    "mxfp4": _mxfp4,
+    "mxfp4": mxfp4,
+    "fouroversix": fouroversix,
     "bitsandbytes": _bitsandbytes,
     "bitnet": _bitnet,
     "eetq": _eetq,
@@ -362,11 +365,15 @@ METHODS: dict[str, Callable[[ConfigReader], StoredQuantization]] = {
     "quark": _quark,
     "torchao": torchao,
     "hqq": hqq,
+    "quanto": quanto,
+    "sinq": sinq,
+    "gemma": row_integers,
     "mlx": mlx,
     "aqlm": aqlm,
     "vptq": vptq,
     "exl2": exl2,
     "exl3": exl3,
     "fp_quant": fp_quant,
+    "spqr": spqr,
 }
 """`quant_method` -> its reader."""

@@ -15,7 +15,11 @@ from headrace.base.config.quantization import (
     everything,
     plain_modules,
 )
-from headrace.base.config.quantization_activations import E4M3_TOKENS, fp8_activations
+from headrace.base.config.quantization_activations import (
+    E4M3_TOKENS,
+    MXFP8_GROUPS,
+    fp8_activations,
+)
 
 
 def fp8(config: ConfigReader) -> StoredQuantization:
@@ -49,6 +53,16 @@ def _others(config: ConfigReader, numbers: Numbers) -> Iterator[Rule]:
         for module in sections.raw:
             parted = msgspec.structs.replace(numbers, sections=sections.int(module, ge=1))
             yield Rule(targets=(module,), numbers=parted)
+
+
+def mxfp8(config: ConfigReader) -> StoredQuantization:
+    """MXFP8 of transformers: e4m3, a power of two for 32 inputs."""
+    config.choice("fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
+    config.choice("scale_fmt", ("ue8m0",), "ue8m0")
+    if tuple(config.list("weight_block_size", (1, 32), of=int)) != (1, 32):
+        raise config.wrong("weight_block_size", "1 output and 32 inputs")
+    numbers = Numbers(arrangement="fp8-blocks", bits=8, group=(1, 32), activations=MXFP8_GROUPS)
+    return everything("mxfp8", numbers, plain_modules(config))
 
 
 def fbgemm(config: ConfigReader) -> StoredQuantization:

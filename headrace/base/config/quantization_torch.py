@@ -1,4 +1,5 @@
-"""`quantization_config` of torchao and HQQ, as transformers writes them beside safetensors."""
+"""`quantization_config` of what packages of PyTorch write beside safetensors: torchao, HQQ, SINQ,
+Quanto, and Gemma's integers in transformers."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from headrace.base.config.quantization import (
     Numbers,
     Rule,
     StoredQuantization,
+    everything,
     plain_modules,
 )
 from headrace.base.config.quantization_activations import Activations
@@ -149,9 +151,8 @@ def hqq(config: ConfigReader) -> StoredQuantization:
 
 
 def _hqq_numbers(config: ConfigReader) -> Numbers:
-    for key in ("scale_quant_params", "zero_quant_params"):
-        if key in config:
-            raise config.wrong(key, "null (scales and zero points that are floats)")
+    """Scales and zero points lie in safetensors as floats, whatever `scale_quant_params` asked for:
+    HQQ 0.2 ignores it, and its earlier versions refused to write quantized ones there."""
     weights = config.section("weight_quant_params")
     if weights is None:
         raise config.wrong("weight_quant_params", "a section")
@@ -167,3 +168,98 @@ def _hqq_numbers(config: ConfigReader) -> Numbers:
     return Numbers(
         arrangement="hqq" if axis == 1 else "hqq-axis0", bits=bits, group=(1, size), signed=False
     )
+
+
+def sinq(config: ConfigReader) -> StoredQuantization:
+    """SINQ (Mueller et al. 2025): integers with a scale for a group of inputs and one for each
+    input. Of tiles in two directions (`tiling_mode` 2D) tensors do not say how they lie."""
+    config.choice("method", _SINQ_METHODS, "sinq")
+    config.choice("tiling_mode", ("1D",), "1D")
+    bits = config.int("nbits", 4)
+    if bits not in (1, 2, 3, 4, 5, 6, 8):
+        raise config.wrong("nbits", "1, 2, 3, 4, 5, 6 or 8")
+    numbers = Numbers(arrangement="sinq", bits=bits, signed=False)
+    return everything("sinq", numbers, plain_modules(config))
+
+
+_SINQ_METHODS = ("sinq", "asinq", "sinq_quantAux", "sinq_awq_l1", "sinq_awq_l1_quantAux", "dual")
+
+
+def quanto(config: ConfigReader) -> StoredQuantization:
+    """Quanto (optimum-quanto): int8 and e4m3 with a scale for each output, integers of 2 and 4 bits
+    in groups of inputs, whose tensors say neither outputs nor inputs: one of them is `hidden_size`.
+    Its own file names each module (`modules`); transformers has one configuration for all."""
+    modules = config.section("modules")
+    hidden = config.int("hidden_size", 0, ge=1)
+    if modules is None:
+        inner = _quanto_numbers(config, (0, hidden))
+        outer = _quanto_numbers(config, (hidden, 0))
+        plain = Rule(targets=plain_modules(config), numbers=None)
+        back = Rule(targets=(f"re:.*{_BACK}",), numbers=outer)
+        rules = (plain, back, Rule(targets=(EVERY,), numbers=inner))
+        return StoredQuantization(method="quanto", rules=rules)
+    named = []
+    for name in modules.raw:
+        known = (hidden, 0) if re.search(_BACK, name) else (0, hidden)
+        numbers = _quanto_numbers(modules.required_section(name), known)
+        named.append(Rule(targets=(f"re:{re.escape(name)}$",), numbers=numbers))
+    return StoredQuantization(method="quanto", rules=tuple(named))
+
+
+_BACK = r"(?:^|\.)(?:o_proj|out_proj|c_proj|down_proj|w2|wo|fc2|fc_out|dense|dense_4h_to_h)$"
+"""Names of modules whose outputs, not their inputs, are the hidden size."""
+
+
+def _quanto_numbers(config: ConfigReader, known: tuple[int, int]) -> Numbers | None:
+    weights = config.choice("weights", (*_QUANTO, "none"), "int8")
+    if weights == "none":
+        return None
+    asked = config.choice("activations", (*_QUANTO_ACTIVATIONS, "none"), "none")
+    activations = _QUANTO_ACTIVATIONS.get(asked)
+    bits = _QUANTO[weights]
+    if bits == 8:
+        return Numbers(arrangement="quanto", bits=8, group=(1, 0), activations=activations)
+    if not any(known):
+        raise config.wrong("weights", "int8 or float8, where hidden_size is not known")
+    return Numbers(
+        arrangement="quanto-packed", bits=bits, signed=False, size=known, activations=activations
+    )
+
+
+_QUANTO = {
+    **dict.fromkeys(("int8", "qint8", "float8", "qfloat8", "qfloat8_e4m3fn"), 8),
+    **{"int4": 4, "qint4": 4, "int2": 2, "qint2": 2},
+}
+"""`weights` -> bits."""
+_INT8_STATIC = Activations(bits=8, floating=False, shared="tensor", dynamic=False)
+_FP8_STATIC = Activations(bits=8, floating=True, shared="tensor", dynamic=False)
+_QUANTO_ACTIVATIONS = {
+    **dict.fromkeys(("int8", "qint8"), _INT8_STATIC),
+    **dict.fromkeys(("float8", "qfloat8", "qfloat8_e4m3fn"), _FP8_STATIC),
+}
+
+
+def row_integers(config: ConfigReader) -> StoredQuantization:
+    """transformers' integers of 2, 4 and 8 bits with a scale for each output (Gemma), by regular
+    expressions found anywhere in a module's name; of tables of tokens too."""
+    rules = [Rule(targets=plain_modules(config), numbers=None)]
+    modules = config.section("module_quant_configs")
+    entries = []
+    if modules is not None:
+        entries = [(name, modules.required_section(name)) for name in modules.raw]
+    entries.append(("", config))
+    default = config.int("num_bits", 4)
+    for pattern, entry in entries:
+        bits = entry.int("num_bits", default)
+        if bits not in (2, 4, 8):
+            raise entry.wrong("num_bits", "2, 4 or 8")
+        here = f"(?=.*(?:{pattern}))" if pattern else ""
+        if config.bool("quantize_embeddings", False):
+            rules.append(_row_rule(f"re:{here}.*embed_tokens[^.]*$", "row-integers-table", bits))
+        rules.append(_row_rule(f"re:{here}" if here else EVERY, "row-integers", bits))
+    return StoredQuantization(method="row integers", rules=tuple(rules))
+
+
+def _row_rule(target: str, arrangement: str, bits: int) -> Rule:
+    numbers = Numbers(arrangement=arrangement, bits=bits, group=(1, 0), activations=_INT8_STATIC)
+    return Rule(targets=(target,), numbers=numbers)

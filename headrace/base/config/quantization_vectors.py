@@ -1,6 +1,6 @@
 """`quantization_config` of formats whose values are looked up: AQLM and VPTQ by vectors of
-codebooks, EXL3 by a trellis; of FP-Quant, whose inputs are rotated; and of EXL2, whose groups have
-bits of their own."""
+codebooks, EXL3 by a trellis; of FP-Quant, whose inputs are rotated; of EXL2, whose groups have
+bits of their own; and of SpQR, whose scales are quantized too."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from headrace.base.config.quantization import (
     Numbers,
     Rule,
     StoredQuantization,
+    bits_of,
     everything,
     plain_modules,
 )
@@ -108,6 +109,16 @@ def fp_quant(config: ConfigReader) -> StoredQuantization:
         group = (1, 32 if dtype == "mxfp4" else 16)
         numbers = Numbers(arrangement=f"rotated-{dtype}", bits=4, group=group)
     return everything("fp_quant", numbers, plain_modules(config))
+
+
+def spqr(config: ConfigReader) -> StoredQuantization:
+    """SpQR (Dettmers et al. 2023): 3 bits in tiles of 16 x 16, whose scales and zero points have 3
+    bits too, and floats that are added where that is too little."""
+    bits_of(config, (3,), 3)
+    for key in ("beta1", "beta2"):
+        if config.int(key, 16) != 16:
+            raise config.wrong(key, "16")
+    return everything("spqr", Numbers(arrangement="spqr", bits=3), plain_modules(config))
 
 
 def _about(config: ConfigReader) -> int:

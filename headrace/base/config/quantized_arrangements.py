@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from headrace.base.config.arrangement import Arrangement
+from headrace.base.config.further_arrangements import FURTHER
 from headrace.base.config.looked_up_arrangements import LOOKED_UP
 from headrace.base.config.quantized_shapes import (
     awq_shape,
@@ -337,5 +338,6 @@ ARRANGEMENTS: Mapping[str, Arrangement] = {
         shape=values_shape,
         expected=lambda shape, numbers: {"scales": ((shape[0],),)},
     ),
+    **FURTHER,
     **LOOKED_UP,
 }

@@ -60,6 +60,14 @@ _READ_AS_STORED = {
     *("awq-gemv", "awq-gemv-fast", "awq-marlin", "gptq-marlin", "gptq-marlin-24", "marlin-24"),
     *("eetq", "metal", "torchao-int8", "torchao-float8", "torchao-int4", "torchao-tiles"),
     *("mlx", "mlx-mxfp4", "mlx-nvfp4", "quark-uint4", "quark-int4"),
+    *(
+        "bitblas",
+        "quanto",
+        "quanto-packed",
+        "row-integers",
+        "fouroversix-nvfp4",
+        "fouroversix-mxfp4",
+    ),
 }
 """Arrangements whose numbers some device's kernels read; all else becomes floats."""
 
@@ -76,7 +84,7 @@ class QuantizedTensors:
 
 _ACTIVATION_SCALES = re.compile(
     r".*\.(input_scale|activation_scale|input_zero_point|input_global_scale|input_scale_ub|input_activation_scale"
-    r"|output_scale|[qkv]_scale|kv_scale|[qkv]_zero_point|prob_output_scale|weight_scale_ub)"
+    r"|output_scale|[qkv]_scale|kv_scale|[kv]_cache_scale|[qkv]_zero_point|prob_output_scale|weight_scale_ub)"
 )
 """Names of scales of inputs and of the KV cache, beside any module."""
 
@@ -160,6 +168,9 @@ def _tensor(
             f"{where}: {names['values']} has the shape {list(stored.shape('values'))}, which is "
             f"none of {numbers.arrangement} ({error})"
         ) from error
+    if arrangement.group is not None:
+        size = arrangement.group(stored)
+        numbers = msgspec.structs.replace(numbers, group=(1, 0 if size == shape[-1] else size))
     members = {role: name for role, name in names.items() if name in headers}
     floating = headers[members["values"]].dtype in FP8
     tensor = QuantizedTensor(

@@ -228,6 +228,49 @@ READ: dict[str, tuple[Any, tuple[str, int, tuple[int, int] | None]]] = {
         {**BNB, "load_in_4bit": False, "_load_in_4bit": False, "load_in_8bit": True},
         ("bnb-int8", 8, (1, 0)),
     ),
+    "MXFP8 of transformers": (
+        {"quant_method": "mxfp8", "weight_block_size": [1, 32], "activation_scheme": "dynamic"},
+        ("fp8-blocks", 8, (1, 32)),
+    ),
+    "HQQ whose scales were to be quantized": (
+        {"quant_method": "hqq", "skip_modules": ["lm_head"],
+         "quant_config": {
+             "weight_quant_params": {"nbits": 4, "group_size": 64, "axis": 1, "channel_wise": True},
+             "scale_quant_params": {"nbits": 8, "channel_wise": True, "group_size": 128},
+             "zero_quant_params": None, "offload_meta": False}},
+        ("hqq", 4, (1, 64)),
+    ),
+    "BitBLAS": (
+        {**GPTQ, "desc_act": False, "is_bitblas_format": True}, ("bitblas", 4, (1, 128))
+    ),
+    "SpQR": (
+        {"quant_method": "spqr", "bits": 3, "beta1": 16, "beta2": 16,
+         "shapes": {"model.layers.0.mlp.up_proj.dense_weights.shape": 512}},
+        ("spqr", 3, None),
+    ),
+    "SINQ": (
+        {"quant_method": "sinq", "nbits": 4, "group_size": 64, "tiling_mode": "1D", "method": "sinq"},
+        ("sinq", 4, None),
+    ),
+    "SINQ by its own package": (
+        {"sinq": True, "backend": "sinq", "quantization_method": "sinq", "sinq_version": "auto"},
+        ("sinq", 4, None),
+    ),
+    "Quanto of transformers": (
+        {"quant_method": "quanto", "weights": "int8", "activations": None}, ("quanto", 8, (1, 0)),
+    ),
+    "Four Over Six": (
+        {"quant_method": "fouroversix", "dtype": "nvfp4", "scale_rule": "mse",
+         "module_config_overrides": {"model.layers.1.mlp.up_proj": {"dtype": "mxfp4",
+                                                                    "scale_rule": "static_6"}},
+         "modules_to_not_convert": ["lm_head"]},
+        ("fouroversix-nvfp4", 4, (1, 16)),
+    ),
+    "Gemma's integers": (
+        {"quant_method": "gemma", "num_bits": 4, "modules_to_not_convert": ["lm_head"],
+         "module_quant_configs": {"mlp\\.up_proj$": {"num_bits": 2}}},
+        ("row-integers", 2, (1, 0)),
+    ),
 }  # fmt: skip
 
 
@@ -244,7 +287,7 @@ def test_a_public_config_is_read(name: str) -> None:
 REFUSED: dict[str, tuple[Any, str]] = {
     "marlin": ({**GPTQ, "is_marlin_format": True, "desc_act": True}, "desc_act"),
     "other words": ({**GPTQ, "pack_dtype": "int16"}, "pack_dtype"),
-    "bitblas": ({**GPTQ, "checkpoint_format": "bitblas"}, "checkpoint_format"),
+    "bitblas in order": ({**GPTQ, "is_bitblas_format": True, "desc_act": True}, "desc_act"),
     "exllama": ({**AWQ, "version": "exllama"}, "version"),
     "AutoRound NVFP4": ({**ROUND, "data_type": "nv_fp"}, "data_type"),
     "AutoRound for others": (
@@ -280,6 +323,17 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "another exponent": (
         {"quant_method": "fp8", "weight_block_size": [128, 128], "scale_fmt": "e5m2"}, "scale_fmt"
+    ),
+    "Four Over Six of integers": ({"quant_method": "fouroversix", "dtype": "nvint4"}, "dtype"),
+    "Four Over Six of 6": ({"quant_method": "fouroversix", "scale_rule": "static_5"}, "scale_rule"),
+    "SpQR in other tiles": ({"quant_method": "spqr", "beta1": 32}, "beta1"),
+    "SINQ in tiles": ({"quant_method": "sinq", "tiling_mode": "2D"}, "tiling_mode"),
+    "SINQ of levels": ({"quant_method": "sinq", "method": "sinq_nf4"}, "method"),
+    "Quanto of e5m2": ({"quant_method": "quanto", "weights": "qfloat8_e5m2"}, "weights"),
+    "Quanto of a size unknown": ({"quant_method": "quanto", "weights": "int4"}, "weights"),
+    "Gemma of 3 bits": ({"quant_method": "gemma", "num_bits": 3}, "num_bits"),
+    "MXFP8 in blocks": (
+        {"quant_method": "mxfp8", "weight_block_size": [128, 128]}, "weight_block_size"
     ),
     **{
         name: ({"quant_method": name}, "quant_method")
@@ -367,12 +421,13 @@ def test_another_variant_is_refused_by_its_key(name: str) -> None:
         ("hf_quant_config.json", {"producer": {}, "quantization": {"quant_algo": "FP8"}}, "scaled"),
         ("quantize_config.json", {**GPTQ, "bits": 8}, "gptq"),
         ("quant_config.json", {"zero_point": True, "q_group_size": 128, "w_bit": 4}, "awq"),
+        ("quanto_qmap.json", {UP: {"weights": "qint4", "activations": "none"}}, "quanto-packed"),
     ],
 )
 def test_a_file_beside_the_config_may_say_it(
     file: str, written: dict[str, Any], expected: str, tmp_path: Path
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": 64}))
     (tmp_path / file).write_text(json.dumps(written))
     quantization = stored_quantization(read_config(tmp_path), "config.json")
     assert quantization is not None

@@ -43,6 +43,31 @@ def powers(tensor: QuantizedTensor, read: Read, rows: slice, columns: slice) -> 
     return _grouped(tensor, _values(read, rows, columns), scales, columns)
 
 
+def in_tiles(reader: Reader) -> Reader:
+    """A reader of Four Over Six's arrangement: scales [O, G] lie as Blackwell's tensor cores take
+    them, 128 outputs by 4 groups: [32, 4, 4] of outputs 32 apart. With e4m3 scales the largest
+    magnitude of the weight stands for `largest`. Source: fouroversix 1.0; CUTLASS, scale factor
+    layouts."""
+
+    def read_tiled(tensor: QuantizedTensor, read: Read, rows: slice, columns: slice) -> Groups:
+        groups = read("values", slice(0, 1)).shape[1] * 2 // (tensor.numbers.group or (1, 16))[1]
+
+        def read_plain(role: str, *cuts: slice) -> torch.Tensor:
+            if role == "outer":
+                return read("outer").float() / tensor.numbers.largest
+            if role != "scales":
+                return read(role, *cuts)
+            blocks = slice(cuts[0].start // 128, -(-cuts[0].stop // 128))
+            stored = read("scales", slice(blocks.start * 128 * groups, blocks.stop * 128 * groups))
+            tiles = stored.view(torch.uint8).view(-1, groups // 4, 32, 4, 4)
+            scales = tiles.permute(0, 3, 2, 1, 4).reshape(-1, groups).view(stored.dtype)
+            return scales[cuts[0].start - blocks.start * 128 :][: cuts[0].stop - cuts[0].start]
+
+        return reader(tensor, read_plain, rows, columns)
+
+    return read_tiled
+
+
 def in_words(reader: Reader) -> Reader:
     """A reader of MLX's arrangement: numbers lie in words of 32 bits, the first in the lowest, and
     scales are bytes."""

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
+from headrace.base.config.quantized_tensors import QuantizedTensor
+from headrace.base.errors import CheckpointError
+
 Read = Callable[..., torch.Tensor]
 """`read(role, *slices)`: that part of a member, the leading index of its expert left out."""
 
@@ -105,3 +108,12 @@ def wide_fields(words: torch.Tensor, bits: int, first: int, count: int) -> torch
         after = wide[..., (word + 1).clamp(max=words.shape[-1] - 1)]
         low = low | torch.where(shift + bits > 32, after << (32 - shift), 0)
     return low & ((1 << bits) - 1)
+
+
+def inverse_order(tensor: QuantizedTensor, stored: torch.Tensor) -> torch.Tensor:
+    """Where each input stands; CheckpointError if that is no order."""
+    order = stored.long() & 0xFFFF if stored.dtype == torch.int16 else stored.long()
+    inverse = order.argsort()
+    if not torch.equal(order[inverse], torch.arange(len(order), device=order.device)):
+        raise CheckpointError(f"{tensor.members['order']}: is no order of {len(order)} inputs")
+    return inverse

@@ -1,9 +1,9 @@
-"""HQQ's integers of 1, 2, 3, 4 and 8 bits with float scales and zero points:
-(value - zero) * scale.
+"""Integers whose rows of groups lie in parts of words: HQQ, SINQ and Quanto.
 
 A weight [O, I] is seen as rows of one group each (along the inputs) or as columns of one group each
 (axis 0). The rows of that matrix lie in as many parts as a word has fields, the first part in the
-highest bits: 32-bit words of ten fields for 3 bits, else bytes. Source: hqq 0.2.8, `BitPack`.
+highest bits (of Quanto in the lowest): 32-bit words for 3, 5 and 6 bits, else bytes. Source: hqq
+0.2.8 and sinq 0.2, `BitPack`; optimum-quanto 0.2.7, `PackedTensor`.
 """
 
 from __future__ import annotations
@@ -11,29 +11,78 @@ from __future__ import annotations
 import torch
 
 from headrace.back.quant.formats.groups import Groups, Read, column_groups
+from headrace.base.config.further_arrangements import SINQ_PARTS, WORD_FIELDS
 from headrace.base.config.quantized_tensors import QuantizedTensor
 
 
 def by_input(tensor: QuantizedTensor, read: Read, rows: slice, columns: slice) -> Groups:
-    """Groups of neighbouring inputs: matrix [O G, I / G], scales and zero points [O G, 1]."""
-    outputs, inputs = tensor.shape
+    """HQQ: (value - zero) * scale, of groups of neighbouring inputs: matrix [O G, I / G], scales
+    and zero points [O G, 1]."""
+    values, span = _rows(tensor, read, rows)
+    return Groups(
+        values_RC=values[:, columns],
+        scales_RG=read("scales", span).reshape(len(values), -1),
+        zeros_RG=read("zeros", span).reshape(len(values), -1),
+        group_C=_groups(tensor, columns, values.device),
+    )
+
+
+def quanto(tensor: QuantizedTensor, read: Read, rows: slice, columns: slice) -> Groups:
+    """value * scale - shift, or (value - shift) * scale where shifts are integers."""
+    values, span = _rows(tensor, read, rows)
+    shifts = read("zeros").reshape(-1, 1)[span].reshape(len(values), -1)
+    floats = shifts.is_floating_point()
+    return Groups(
+        values_RC=values[:, columns],
+        scales_RG=read("scales").reshape(-1, 1)[span].reshape(len(values), -1),
+        zeros_RG=None if floats else shifts,
+        added_RG=-shifts.float() if floats else None,
+        group_C=_groups(tensor, columns, values.device),
+    )
+
+
+def sinq(tensor: QuantizedTensor, read: Read, rows: slice, columns: slice) -> Groups:
+    """(value - zero) * scale, times a scale of the input [1, I]."""
+    values, span = _rows(tensor, read, rows)
+    groups = Groups(
+        values_RC=values[:, columns],
+        scales_RG=_auxiliary(tensor, read, "scales")[span].reshape(len(values), -1),
+        zeros_RG=_auxiliary(tensor, read, "zeros")[span].reshape(len(values), -1),
+        group_C=_groups(tensor, columns, values.device),
+    )
+    return groups.times_inputs(read("columns", slice(None), columns)[0])
+
+
+def _auxiliary(tensor: QuantizedTensor, read: Read, role: str) -> torch.Tensor:
+    """float32 [O G]: floats, or bytes [R, N] with a step and a minimum for each column."""
+    if role in tensor.members:
+        return read(role).float().flatten()
+    values, steps, minima = (read(part).float() for part in SINQ_PARTS[role])
+    return (values * steps + minima).flatten()
+
+
+def _size(tensor: QuantizedTensor) -> int:
+    """Inputs of a group, of which rows are made."""
     assert tensor.numbers.group is not None, tensor
-    size = tensor.numbers.group[1] or inputs
-    per_row = inputs // size
+    return tensor.numbers.group[1] or tensor.shape[1]
+
+
+def _groups(tensor: QuantizedTensor, columns: slice, device: torch.device) -> torch.Tensor | None:
+    size = _size(tensor)
+    return column_groups(columns, 0 if size == tensor.shape[1] else size, device)
+
+
+def _rows(tensor: QuantizedTensor, read: Read, rows: slice) -> tuple[torch.Tensor, slice]:
+    """The values of those rows of the weight [R, I], and the groups that they are."""
+    outputs, inputs = tensor.shape
+    per_row = inputs // _size(tensor)
     first, last = rows.start * per_row, rows.stop * per_row
     step = -(-outputs * per_row // _fields(tensor))
     parts = []
     for part in range(first // step, -(-last // step)):
         here = slice(max(first - part * step, 0), min(last - part * step, step))
         parts.append(_field(tensor, read("values", here), part))
-    values = torch.cat(parts).reshape(-1, inputs)[:, columns]
-    span = slice(first, last)
-    return Groups(
-        values_RC=values,
-        scales_RG=read("scales", span).reshape(-1, per_row),
-        zeros_RG=read("zeros", span).reshape(-1, per_row),
-        group_C=column_groups(columns, tensor.numbers.group[1], values.device),
-    )
+    return torch.cat(parts).reshape(-1, inputs), slice(first, last)
 
 
 def by_output(tensor: QuantizedTensor, read: Read, rows: slice, columns: slice) -> Groups:
@@ -58,10 +107,10 @@ def by_output(tensor: QuantizedTensor, read: Read, rows: slice, columns: slice) 
 
 def _fields(tensor: QuantizedTensor) -> int:
     """Fields of a word."""
-    return 10 if tensor.numbers.bits == 3 else 8 // tensor.numbers.bits
+    return WORD_FIELDS[tensor.numbers.bits]
 
 
 def _field(tensor: QuantizedTensor, words: torch.Tensor, part: int) -> torch.Tensor:
     bits = tensor.numbers.bits
-    shift = (_fields(tensor) - 1 - part) * bits
-    return ((words >> shift) & ((1 << bits) - 1)).to(torch.int16)
+    place = part if tensor.numbers.arrangement == "quanto-packed" else _fields(tensor) - 1 - part
+    return ((words >> place * bits) & ((1 << bits) - 1)).to(torch.int16)

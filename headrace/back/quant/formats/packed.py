@@ -1,5 +1,5 @@
-"""Integers of 2 to 8 bits packed into words of 32 (GPTQ, AWQ, compressed-tensors and MLX), and of 4
-into bytes (torchao).
+"""Integers of 2 to 8 bits packed into words of 32 (GPTQ, AWQ, compressed-tensors and MLX), and of 2
+and 4 into bytes (torchao, transformers for its own).
 
 Source: the formats as AutoGPTQ 0.7 and GPTQModel 2, AutoAWQ 0.2 (GEMM), compressed-tensors 0.9,
 MLX 0.32 and torchao 0.18 (Int4Tensor) write them. O outputs, I inputs, G groups of inputs.
@@ -127,6 +127,62 @@ def mlx(tensor: QuantizedTensor, read: Read, rows: slice, columns: slice) -> Gro
         scales_RG=read("scales", rows, slice(None)).float(),
         added_RG=read("zeros", rows, slice(None)).float(),
         group_C=_groups(tensor, read, columns, words.device),
+    )
+
+
+def bitblas(tensor: QuantizedTensor, read: Read, rows: slice, columns: slice) -> Groups:
+    """Bytes of values [O, I bits / 8], whose fields in words of 32 bits are mixed below 8 bits, and
+    of zero points [G, O bits / 8] in order, lowest first; scales [O, G]. Source: BitBLAS 0.1,
+    `interleave_weight` for float16, `general_compress`."""
+    bits = tensor.numbers.bits
+    per = 32 // bits
+    span = slice(columns.start // per, -(-columns.stop // per))
+    words = read("values", rows, slice(4 * span.start, 4 * span.stop)).view(torch.int32)
+    shifts = torch.tensor(_bitblas_shifts(bits), device=words.device)
+    mask = (1 << bits) - 1
+    values = ((words[..., None] >> shifts) & mask).flatten(1).to(torch.int16)
+    outputs = slice(rows.start * bits // 8, -(-rows.stop * bits // 8))
+    zero_bytes = read("zeros", slice(None), outputs).view(torch.uint8)[..., None].int()
+    zeros_GO = (zero_bytes >> torch.arange(0, 8, bits, device=words.device)) & mask
+    first = rows.start - outputs.start * 8 // bits
+    return Groups(
+        values_RC=values[:, columns.start - span.start * per :][:, : columns.stop - columns.start],
+        scales_RG=read("scales", rows),
+        zeros_RG=zeros_GO.flatten(1)[:, first : first + rows.stop - rows.start].t(),
+        group_C=_groups(tensor, read, columns, words.device),
+    )
+
+
+def _bitblas_shifts(bits: int) -> list[int]:
+    """Where each value of a word lies: even ones in its lower half, odd ones in the upper; of 2
+    bits the two bytes in the middle have changed places."""
+    if bits == 8:
+        return [0, 8, 16, 24]
+    shifts = [i % 2 * 16 + i // 2 * bits for i in range(32 // bits)]
+    if bits == 4:
+        return shifts
+    return [shift + {1: 8, 2: -8}.get(shift // 8, 0) for shift in shifts]
+
+
+def by_row(tensor: QuantizedTensor, read: Read, rows: slice, columns: slice) -> Groups:
+    """Values in bytes along the inputs, the first in the lowest bits, with an offset of half the
+    range; of 8 bits signed. Scales [O, 1], or of each run of a row."""
+    bits = tensor.numbers.bits
+    fields_of = 8 // bits
+    span = slice(columns.start // fields_of, -(-columns.stop // fields_of))
+    stored = read("values", rows, span)
+    if bits < 8:
+        shifts = torch.arange(0, 8, bits, device=stored.device)
+        unsigned = (stored.view(torch.uint8)[..., None].int() >> shifts) & ((1 << bits) - 1)
+        stored = unsigned.flatten(1).to(torch.int16) - (1 << (bits - 1))
+    scales = read("scales", rows).reshape(rows.stop - rows.start, -1)
+    size = 0 if scales.shape[1] == 1 else tensor.shape[1] // scales.shape[1]
+    return Groups(
+        values_RC=stored[:, columns.start - span.start * fields_of :][
+            :, : columns.stop - columns.start
+        ],
+        scales_RG=scales,
+        group_C=column_groups(columns, size, stored.device),
     )
 
 

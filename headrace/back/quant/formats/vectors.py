@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from headrace.back.quant.formats.groups import Groups, Read, wide_fields
+from headrace.back.quant.formats.groups import Groups, Read, inverse_order, wide_fields
 from headrace.base.config.quantization import Codebook
 from headrace.base.config.quantized_tensors import QuantizedTensor
 from headrace.base.errors import CheckpointError
@@ -50,7 +50,7 @@ def vptq(tensor: QuantizedTensor, read: Read, rows: slice, columns: slice) -> Gr
         values = torch.cat((_outliers(tensor, read, rows), values), 1)
     order = torch.arange(columns.start, columns.stop, device=values.device)
     if "order" in tensor.members:
-        order = _inverse(tensor, read("order"))[columns]
+        order = inverse_order(tensor, read("order"))[columns]
     values = values[:, order]
     if "scales" in tensor.members:
         values = values * read("scales", columns).float()
@@ -79,15 +79,6 @@ def _outliers(tensor: QuantizedTensor, read: Read, rows: slice) -> torch.Tensor:
         )
     first = rows.start - across.start * outputs
     return _looked_up(book, index, outputs)[first : first + rows.stop - rows.start]
-
-
-def _inverse(tensor: QuantizedTensor, stored: torch.Tensor) -> torch.Tensor:
-    """Where each input stands; CheckpointError if that is no order."""
-    order = stored.long() & 0xFFFF if stored.dtype == torch.int16 else stored.long()
-    inverse = order.argsort()
-    if not torch.equal(order[inverse], torch.arange(len(order), device=order.device)):
-        raise CheckpointError(f"{tensor.members['order']}: is no order of {len(order)} inputs")
-    return inverse
 
 
 def _book(tensor: QuantizedTensor) -> Codebook:

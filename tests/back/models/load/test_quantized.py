@@ -100,6 +100,18 @@ def bitnet(name: str, weight: torch.Tensor) -> tuple[Stored, torch.Tensor]:
     return stored, values * scale
 
 
+def quanto(name: str, weight: torch.Tensor) -> tuple[Stored, torch.Tensor]:
+    """The second half of the outputs in the upper halves of bytes, one scale and shift for each."""
+    shifts, top = -weight.amin(1, keepdim=True), weight.amax(1, keepdim=True)
+    scales = (top + shifts) / 15
+    values = ((weight + shifts) / scales).round().to(torch.uint8)
+    first, second = values.chunk(2)
+    parts = {"_data._data": first | second << 4, "_scale": scales, "_shift": shifts}
+    stored = {f"{name}.weight.{part}": tensor for part, tensor in parts.items()}
+    stored |= {f"{name}.{side}_scale": torch.ones(()) for side in ("input", "output")}
+    return stored, values * scales - shifts
+
+
 FORMATS: dict[str, tuple[Callable[..., tuple[Stored, torch.Tensor]], dict[str, Any]]] = {
     "gptq": (gptq, {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False}),
     "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}),
@@ -109,6 +121,7 @@ FORMATS: dict[str, tuple[Callable[..., tuple[Stored, torch.Tensor]], dict[str, A
         {"quant_method": "fp8", "weight_block_size": [128, 128]},
     ),
     "bitnet": (bitnet, {"quant_method": "bitnet", "linear_class": "autobitlinear"}),
+    "quanto": (quanto, {"quant_method": "quanto", "weights": "int4", "hidden_size": 64}),
     "int8": (
         int8,
         {
