@@ -48,6 +48,7 @@ _KV_DTYPES = {
     "nvfp4": ("--kv-dtype", "nvfp4"),
     "nvfp4_4over6": ("--kv-dtype", "nvfp4-4over6"),
     "fp8_ds_mla": ("--kv-dtype", "fp8"),
+    "nvfp4_ds_mla": ("--kv-dtype", "nvfp4"),
 }
 _KV_HINT = (
     f"allowed: {', '.join(_KV_DTYPES)}; turboquant types are not built: --kv-dtype int4-rotated "

@@ -43,6 +43,7 @@ def line() -> CommandLine:
         ("M --kv-cache-dtype nvfp4", "M --kv-dtype nvfp4"),
         ("M --kv-cache-dtype nvfp4_4over6", "M --kv-dtype nvfp4-4over6"),
         ("M --kv-cache-dtype fp8_ds_mla", "M --kv-dtype fp8"),
+        ("M --kv-cache-dtype nvfp4_ds_mla", "M --kv-dtype nvfp4"),
         ("M --kv-cache-dtype-skip-layers 0", "M --kv-dtype-skip-layers 0"),
         (
             'M --pooler-config {"enable_chunked_processing":true,"max_embed_len":3000}',

@@ -40,7 +40,9 @@ def test_logits_are_near_those_over_the_plain_cache(tmp_path, family, code, boun
     torch.testing.assert_close(rows[-1], coded[29], rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize(("code", "bound"), [("int8", 0.03), ("fp8", 0.12)])
+@pytest.mark.parametrize(
+    ("code", "bound"), [("int8", 0.03), ("fp8", 0.12), ("nvfp4", 0.5), ("nvfp4-4over6", 0.5)]
+)
 @pytest.mark.parametrize(
     "family", ["deepseek-v3.2", pytest.param("minicpm3", marks=pytest.mark.slow)]
 )
@@ -49,6 +51,8 @@ def test_logits_are_near_those_over_plain_latents(tmp_path, family, code, bound)
     config = tiny_config(family)
     if family == "deepseek-v3.2":
         config.index_topk, config.first_k_dense_replace = 64, config.num_hidden_layers
+    if code.startswith("nvfp4"):
+        config.kv_lora_rank = 32
     save_oracle(config, tmp_path)
     whole = [[(0, 30), (1, 12)]]
     plain, coded = logits(tmp_path, None, whole), logits(tmp_path, code, whole)

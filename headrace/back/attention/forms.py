@@ -17,6 +17,7 @@ from headrace.back.kernels.kv_write.quantized import (
     values_and_scales,
 )
 from headrace.back.kernels.latent_write.quantized import SCALE_BYTES as LATENT_SCALE_BYTES
+from headrace.back.kernels.latent_write.quantized import value_bytes as latent_value_bytes
 from headrace.back.kernels.latent_write.quantized import (
     values_and_scales as latent_values_and_scales,
 )
@@ -101,17 +102,21 @@ class HeadsForm(CacheForm):
 class LatentForm(CacheForm):
     """One vector per token, shared by all heads: blocks [block_tokens, width]. The latents of
     multi-head latent attention (width = rank + rotary dimensions), or the keys of an indexer.
-    `dtype`: its own, where it is not the model's; `quantized`: values of a byte and two scales
-    instead (kernels/latent_write/quantized.py)."""
+    `dtype`: its own, where it is not the model's; `quantized`: values of a byte or less and two
+    scales instead (kernels/latent_write/quantized.py), of a latent of `rank` elements."""
 
     width: int
+    rank: int = 0
     kind: str = "latent"
     dtype: torch.dtype | None = None
     quantized: str | None = None
 
     def block_shape(self, block_tokens: int) -> tuple[int, ...]:
         """See CacheForm."""
-        return (block_tokens, self.width + (LATENT_SCALE_BYTES if self.quantized else 0))
+        if self.quantized is None:
+            return (block_tokens, self.width)
+        values = latent_value_bytes(self.width, self.rank, self.quantized)
+        return (block_tokens, values + LATENT_SCALE_BYTES)
 
     def storage_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """See CacheForm."""

@@ -129,7 +129,7 @@ class LatentAttention:
         adds: bool = False,
     ) -> None:
         rotary = spec.rope.rotary_dim
-        if reason := unfit(scope.kv_quantized, spec.rank + rotary, scope.block_tokens):
+        if reason := unfit(scope.kv_quantized, spec.rank + rotary, spec.rank, scope.block_tokens):
             raise ConfigError(f"--kv-dtype {scope.kv_quantized}: {reason}", field="kv_dtype")
         owns = spec.source is None
         self._layer, self._spec, self._scope = layer if owns else spec.source, spec, scope
@@ -198,6 +198,7 @@ class LatentAttention:
         width = self._spec.rank + self._spec.rope.rotary_dim
         kind, span = ("window", self._spec.window) if self._spec.window else ("latent", None)
         kept = {"kind": kind, "span": span, "quantized": self._scope.kv_quantized}
+        kept["rank"] = self._spec.rank
         latents: CacheForm = LatentForm(cache=self._layer, width=width, **kept)
         if self._context is not None:
             latents = self._context.form(latents)

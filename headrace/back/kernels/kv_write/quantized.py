@@ -99,10 +99,15 @@ def dequantize(kv: torch.Tensor, dtype: torch.dtype, form: str) -> torch.Tensor:
         scale, low = scales.contiguous()[..., None].view(torch.float16).float().chunk(2, -1)
         values = _numbers(quantized, form).float() * scale + low
         return (_restored(values) if form in ROTATED else values).to(dtype)
+    return (numbers(quantized, form) * scales[..., None]).to(dtype)
+
+
+def numbers(quantized: torch.Tensor, form: str) -> torch.Tensor:
+    """float32 [..., D] in units of the token's scale, of values int8 [..., V] of forms without a
+    smallest value."""
     if form in E2M1:
-        return (_e2m1_values(quantized) * scales[..., None]).to(dtype)
-    values = quantized.view(FLOATS.get(form, torch.int8))
-    return (values.float() * scales[..., None]).to(dtype)
+        return _e2m1_values(quantized)
+    return quantized.contiguous().view(FLOATS.get(form, torch.int8)).float()
 
 
 def quantize(

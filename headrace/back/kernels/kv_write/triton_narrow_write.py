@@ -77,6 +77,24 @@ def _e2m1(b_groups, b_wanted, outer):
 
 
 @triton.jit
+def e2m1_numbers(b_x, G: tl.constexpr, LARGEST: tl.constexpr, FOURS: tl.constexpr):
+    """Bits of e2m1 [G, 16] of values [16 G], bytes of e4m3 scales [G] and the scale of all
+    (quantized.py); FOURS: groups end at 4 or at 6."""
+    b_groups = tl.reshape(b_x, [G, 16])
+    b_largest = tl.max(tl.abs(b_groups), axis=1)
+    top = tl.max(b_largest, axis=0)
+    outer = tl.div_rn(top, 6.0 * LARGEST)
+    inverse = tl.where(top > 1e-30, tl.div_rn(LARGEST, tl.maximum(top, 1e-30)), 0.0)
+    b_number, b_bytes, b_off = _e2m1(b_groups, b_largest * inverse, outer)
+    if FOURS:
+        b_fours, b_of_fours, b_off_fours = _e2m1(b_groups, b_largest * inverse * 1.5, outer)
+        b_fewer = b_off_fours < b_off
+        b_number = tl.where(b_fewer[:, None], b_fours, b_number)
+        b_bytes = tl.where(b_fewer, b_of_fours, b_bytes)
+    return b_number | ((b_groups < 0.0).to(tl.int32) << 3), b_bytes, outer
+
+
+@triton.jit
 def narrow_write_kernel(
     k, v, kv, scales, slots, k_token_stride, k_head_stride, v_token_stride, v_head_stride,
     block_stride, kind_stride, head_stride, FORM: tl.constexpr, HEAD_DIM: tl.constexpr,
@@ -107,20 +125,9 @@ def narrow_write_kernel(
     p_values = kv + offset + place * BYTES
     if LARGEST:
         G: tl.constexpr = HEAD_DIM // 16
-        b_groups = tl.reshape(b_x, [G, 16])
-        b_largest = tl.max(tl.abs(b_groups), axis=1)
-        top = tl.max(b_largest, axis=0)
-        outer = tl.div_rn(top, 6.0 * LARGEST)
-        inverse = tl.where(top > 1e-30, tl.div_rn(LARGEST, tl.maximum(top, 1e-30)), 0.0)
-        b_number, b_bytes, b_off = _e2m1(b_groups, b_largest * inverse, outer)
-        if FORM == "nvfp4-4over6":
-            b_fours, b_of_fours, b_off_fours = _e2m1(b_groups, b_largest * inverse * 1.5, outer)
-            b_fewer = b_off_fours < b_off
-            b_number = tl.where(b_fewer[:, None], b_fours, b_number)
-            b_bytes = tl.where(b_fewer, b_of_fours, b_bytes)
-        b_number = tl.reshape(b_number | ((b_groups < 0.0).to(tl.int32) << 3), [HEAD_DIM])
+        b_number, b_bytes, b_slot = e2m1_numbers(b_x, G, LARGEST, FORM == "nvfp4-4over6")
+        b_number = tl.reshape(b_number, [HEAD_DIM])
         tl.store(p_values + HEAD_DIM // 2 + tl.arange(0, G), b_bytes.to(tl.int8))
-        b_slot = outer
     else:
         if LOG:
             b_x = _rotated(b_x, HEAD_DIM, LOG, ROOT)

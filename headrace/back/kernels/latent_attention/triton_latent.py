@@ -30,11 +30,13 @@ from headrace.back.kernels.attention.triton_softmax import (
     merge_results,
     store_lse,
 )
+from headrace.back.kernels.kv_write.quantized import E2M1
 from headrace.back.kernels.latent_attention.op import (
     LatentAttentionFunction,
     LatentAttentionProblem,
 )
-from headrace.back.kernels.latent_write.quantized import SCALE_BYTES, typed
+from headrace.back.kernels.latent_write.quantized import SCALE_BYTES, typed, value_bytes
+from headrace.back.kernels.latent_write.triton_latent_write import unsupported_form
 from headrace.back.kernels.op import Kernel
 from headrace.back.kernels.triton.grid import enter
 from headrace.back.kernels.triton.wrap import (
@@ -44,7 +46,6 @@ from headrace.back.kernels.triton.wrap import (
     num_sms,
     power_of_two,
     unsupported,
-    unsupported_quantization,
 )
 
 QUERIES, POSITIONS = 16, 32
@@ -56,17 +57,62 @@ devices. It bounds the memory of their results: 67 MB at rank 512, whatever the 
 
 
 @triton.jit
-def scaled_latents(
-    b_c, b_k, scales, b_block, o_n, m_n, block_stride, dtype: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr, WIDTH: tl.constexpr,
+def _e4m3(b_bits):
+    """The numbers of bytes, int32."""
+    b_size = b_bits & 127
+    b_normal = ((b_size << 20) + (120 << 23)).to(tl.float32, bitcast=True)
+    b_size = tl.where(b_size < 8, b_size.to(tl.float32) * 0.001953125, b_normal)
+    return tl.where(b_bits & 128 == 0, b_size, -b_size)
+
+
+@triton.jit
+def latent_tiles(
+    kv, scales, b_block, o_n, m_n, block_stride, dtype: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+    RANK: tl.constexpr, C: tl.constexpr, ROTARY: tl.constexpr, R: tl.constexpr,
+    QUANTIZED: tl.constexpr,
 ):  # fmt: skip
-    """Both parts of quantized latents [N, C] and [N, R] of positions o_n as numbers, as
-    kernels/latent_write/quantized.py says. `block_stride`: bytes."""
-    p_scale = scales + b_block * (block_stride // 4) + BLOCK_TOKENS * WIDTH // 4
-    p_scale = p_scale + o_n % BLOCK_TOKENS * 2
-    b_own = tl.load(p_scale, mask=m_n, other=0.0)[:, None]
-    b_turned = tl.load(p_scale + 1, mask=m_n, other=0.0)[:, None]
-    return (b_c.to(tl.float32) * b_own).to(dtype), (b_k.to(tl.float32) * b_turned).to(dtype)
+    """Both parts of the latents [N, C] and [N, R] of positions o_n, of quantized ones (1: of bytes,
+    2: of e2m1 numbers) as kernels/latent_write/quantized.py says. `block_stride`: elements."""
+    WIDTH: tl.constexpr = RANK // 2 + RANK // 16 + ROTARY if QUANTIZED == 2 else RANK + ROTARY
+    o_c = tl.arange(0, C)[None, :]
+    o_r = tl.arange(0, R)[None, :]
+    m_c = m_n[:, None] & (o_c < RANK)
+    m_r = m_n[:, None] & (o_r < ROTARY)
+    p_n = kv + (b_block * block_stride + o_n % BLOCK_TOKENS * WIDTH)[:, None]
+    if QUANTIZED == 2:
+        HALF: tl.constexpr = RANK // 2
+        p_n = p_n.to(tl.pointer_type(tl.uint8), bitcast=True)
+        b_byte = tl.load(p_n + o_c % HALF, mask=m_c, other=0).to(tl.int32)
+        b_number = (b_byte >> (o_c // HALF * 4)) & 15
+        b_group = tl.load(p_n + HALF + o_c // 16, mask=m_c, other=0).to(tl.int32)
+        b_size = b_number & 7
+        b_large = tl.where(b_size < 6, b_size - 2, 2 * b_size - 8).to(tl.float32)
+        b_c = tl.where(b_size < 4, b_size.to(tl.float32) * 0.5, b_large)
+        b_c = tl.where(b_number < 8, b_c, -b_c) * _e4m3(b_group)
+        p_turned = p_n + HALF + RANK // 16
+        b_k = _e4m3(tl.load(p_turned + o_r, mask=m_r, other=0).to(tl.int32))
+    else:
+        b_c = tl.load(p_n + o_c, mask=m_c, other=0.0)
+        b_k = tl.load(p_n + RANK + o_r, mask=m_r, other=0.0)
+    if QUANTIZED:
+        p_scale = scales + b_block * (block_stride // 4) + BLOCK_TOKENS * WIDTH // 4
+        p_scale = p_scale + o_n % BLOCK_TOKENS * 2
+        b_own = tl.load(p_scale, mask=m_n, other=0.0)[:, None]
+        b_turned = tl.load(p_scale + 1, mask=m_n, other=0.0)[:, None]
+        b_c = (b_c.to(tl.float32) * b_own).to(dtype)
+        b_k = (b_k.to(tl.float32) * b_turned).to(dtype)
+    return b_c, b_k
+
+
+def form_number(form: str | None) -> int:
+    """QUANTIZED of the kernels."""
+    return 0 if form is None else 2 if form in E2M1 else 1
+
+
+def stored_width(rank: int, rotary: int, form: str | None) -> int:
+    """Elements of a token in the cache."""
+    width = rank + rotary
+    return width if form is None else value_bytes(width, rank, form) + SCALE_BYTES
 
 
 @triton.jit
@@ -76,8 +122,6 @@ def _attend_split(
     R: tl.constexpr, BLOCK_TOKENS: tl.constexpr, QUANTIZED: tl.constexpr,
 ):  # fmt: skip
     """Maximum, sum and weighted values of positions begin .. end."""
-    o_c = tl.arange(0, C)
-    o_r = tl.arange(0, R)
     b_max = tl.full([M], float("-inf"), tl.float32)
     b_sums = tl.zeros([M, SUMS], tl.float32)
     b_acc = tl.zeros([M, C], tl.float32)
@@ -86,16 +130,10 @@ def _attend_split(
         o_n = start + tl.arange(0, N)
         m_n = o_n < end
         b_block = tl.load(p_table + o_n // BLOCK_TOKENS, mask=m_n, other=0).to(tl.int64)
-        p_n = kv + (b_block * block_stride + o_n % BLOCK_TOKENS * (RANK + ROTARY))[:, None]
-        m_c = m_n[:, None] & (o_c < RANK)[None, :]
-        m_r = m_n[:, None] & (o_r < ROTARY)[None, :]
-        b_c = tl.load(p_n + o_c[None, :], mask=m_c, other=0.0)
-        b_k = tl.load(p_n + RANK + o_r[None, :], mask=m_r, other=0.0)
-        if QUANTIZED:
-            b_c, b_k = scaled_latents(
-                b_c, b_k, scales, b_block, o_n, m_n, block_stride, b_q.dtype, BLOCK_TOKENS,
-                RANK + ROTARY,
-            )  # fmt: skip
+        b_c, b_k = latent_tiles(
+            kv, scales, b_block, o_n, m_n, block_stride, b_q.dtype, BLOCK_TOKENS, RANK, C, ROTARY,
+            R, QUANTIZED,
+        )  # fmt: skip
         b_s = tl.dot(b_q, tl.trans(b_c), input_precision="ieee")
         b_s = tl.dot(b_r, tl.trans(b_k), b_s, input_precision="ieee")
         seen = m_n[None, :] & (o_n[None, :] <= b_position[:, None])
@@ -214,9 +252,9 @@ def bind(problem: LatentAttentionProblem) -> LatentAttentionFunction:
         "HEADS": heads, "M": QUERIES, "N": POSITIONS, "SPLIT_TOKENS": SPLIT_TOKENS,
         "MAX_SPLITS": max_splits, "RANK": problem.rank, "C": rank, "ROTARY": problem.rotary,
         "R": rotary, "BLOCK_TOKENS": problem.block_tokens,
-        "QUANTIZED": problem.quantized is not None,
+        "QUANTIZED": form_number(problem.quantized),
     }  # fmt: skip
-    stored = width + (SCALE_BYTES if problem.quantized else 0)
+    stored = stored_width(problem.rank, problem.rotary, problem.quantized)
 
     def attention(
         q_THW: torch.Tensor, kv: torch.Tensor, plan: Plan, lse_TH: torch.Tensor | None = None
@@ -247,9 +285,8 @@ def bind(problem: LatentAttentionProblem) -> LatentAttentionFunction:
 def _supports(problem: LatentAttentionProblem) -> str | None:
     if problem.rank > MAX_RANK:
         return f"rank {problem.rank} is above {MAX_RANK}"
-    return unsupported(problem.device, problem.dtype) or unsupported_quantization(
-        problem.quantized, problem.rank
-    )
+    reason = unsupported(problem.device, problem.dtype)
+    return reason or unsupported_form(problem.quantized, problem.rank)
 
 
 KERNEL = Kernel(name="triton fixed order", supports=_supports, bind=bind, invariant=True)

@@ -6,8 +6,8 @@ C + R. Of latent_TW, as the down-projection leaves it, the first C elements are 
 float32 weight) and the last R rotated; the result goes into kv [num_blocks, block_tokens, W] at
 slot_T (see kernels/kv_write). The last R dimensions of each query head are rotated into q_THW[...,
 C:], behind what head_linear makes of its first ones. q and latent may be strided; last dimensions
-are contiguous. The table and `layout` are those of kernels/rope. A `quantized` cache ("fp8" or
-"int8") is int8 and lies as quantized.py says."""
+are contiguous. The table and `layout` are those of kernels/rope. A `quantized` cache is int8
+and lies as quantized.py says."""
 
 from __future__ import annotations
 
@@ -71,7 +71,10 @@ def check_operands(
     assert q_THD.shape[1:] == (problem.heads, problem.nope + problem.rotary), q_THD.shape
     assert latent_TW.shape == (q_THD.shape[0], width), latent_TW.shape
     assert q_THW.shape == (*q_THD.shape[:2], width) and q_THW.is_contiguous(), q_THW.shape
-    stored = width + (quantized.SCALE_BYTES if problem.quantized else 0)
+    stored = width
+    if problem.quantized:
+        values = quantized.value_bytes(width, problem.rank, problem.quantized)
+        stored = values + quantized.SCALE_BYTES
     assert kv.shape[1:] == (problem.block_tokens, stored) and kv.stride(2) == 1, kv.shape
     assert kv.dtype == (torch.int8 if problem.quantized else problem.dtype), kv.dtype
     tensors = (q_THD, latent_TW, q_THW)
@@ -143,7 +146,7 @@ def _outputs(sample: Sample) -> list[torch.Tensor]:
 
 
 def _tolerance(problem: LatentWriteProblem) -> float:
-    step = {None: 0.0, "int8": 1 / 127, "fp8": 1 / 16}[problem.quantized]
+    step = {None: 0.0, "int8": 1 / 127, "fp8": 1 / 16}.get(problem.quantized, 1 / 3)
     return float_tolerance(problem.dtype) + step
 
 

@@ -7,7 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
-from headrace.back.kernels.kv_write.quantized import LARGEST
+from headrace.back.kernels.kv_write.quantized import E2M1, LARGEST
+from headrace.back.kernels.kv_write.triton_narrow_write import e2m1_numbers
 from headrace.back.kernels.latent_write.op import LatentWrite, LatentWriteProblem, check_operands
 from headrace.back.kernels.latent_write.quantized import typed
 from headrace.back.kernels.op import Kernel
@@ -86,14 +87,28 @@ def _quantize_rotated(
 
 
 @triton.jit
+def _write_e2m1(p_kv, b_y, C: tl.constexpr, LARGEST: tl.constexpr, FOURS: tl.constexpr):
+    """Numbers of a latent whose size is a power of two and the scales of its groups; the scale of
+    all."""
+    p_kv = p_kv.to(tl.pointer_type(tl.uint8), bitcast=True)
+    b_number, b_bytes, b_unit = e2m1_numbers(b_y, C // 16, LARGEST, FOURS)
+    b_shift = 4 * tl.arange(0, 2)[:, None]
+    b_both = tl.sum(tl.reshape(b_number, [2, C // 2]) << b_shift, axis=0)
+    tl.store(p_kv + tl.arange(0, C // 2), b_both.to(tl.uint8))
+    tl.store(p_kv + C // 2 + tl.arange(0, C // 16), b_bytes.to(tl.uint8))
+    return b_unit
+
+
+@triton.jit
 def latent_write_kernel(
     q, latent, position, table, kv, scales, slot, out, weight, eps, q_token_stride, q_head_stride,
     latent_stride, block_stride, HEADS: tl.constexpr, H: tl.constexpr, NOPE: tl.constexpr,
     RANK: tl.constexpr, C: tl.constexpr, ROTARY: tl.constexpr, F: tl.constexpr,
     PAIRS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, QUANTIZED: tl.constexpr,
-    LARGEST: tl.constexpr, DEPENDENT: tl.constexpr,
+    LARGEST: tl.constexpr, E2M1: tl.constexpr, FOURS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Grid: tokens. H: HEADS, C: RANK, F: ROTARY / 2, padded."""
+    """Grid: tokens. H: HEADS, C: RANK, F: ROTARY / 2, padded. LARGEST: of a quantized byte; E2M1:
+    of e2m1 numbers the e4m3 scale of the largest, else 0."""
     enter_late(DEPENDENT)
     i_t = tl.program_id(0).to(tl.int64)
     o_f = tl.arange(0, F)
@@ -101,6 +116,7 @@ def latent_write_kernel(
     o_c = tl.arange(0, C)
     m_f, m_c = o_f < ROTARY // 2, o_c < RANK
     WIDTH: tl.constexpr = RANK + ROTARY
+    OWN: tl.constexpr = RANK // 2 + RANK // 16 if E2M1 else RANK
     p_latent = latent + i_t * latent_stride
     b_x = tl.load(p_latent + o_c, mask=m_c, other=0.0).to(tl.float32)
     p_angles = table + tl.load(position + i_t) * ROTARY + o_f
@@ -111,19 +127,25 @@ def latent_write_kernel(
     p_out = out + (i_t * HEADS + o_h[:, None]) * WIDTH + RANK
     _rotate(p_q, p_out, (o_h < HEADS)[:, None], b_cos, b_sin, F, ROTARY, PAIRS)
     b_slot = tl.load(slot + i_t)
-    p_kv = kv + b_slot // BLOCK_TOKENS * block_stride + b_slot % BLOCK_TOKENS * WIDTH
+    p_kv = kv + b_slot // BLOCK_TOKENS * block_stride + b_slot % BLOCK_TOKENS * (OWN + ROTARY)
     b_scale = tl.rsqrt(tl.sum(b_x * b_x, axis=0) / RANK + eps)
     b_y = b_x * b_scale * tl.load(weight + o_c, mask=m_c, other=0.0)
     if QUANTIZED:
         b_y = b_y.to(latent.dtype.element_ty).to(tl.float32)
-        b_unit, b_inverse = _scale_of(tl.max(_size(b_y), axis=0), LARGEST)
-        b_kept = stored(b_y * b_inverse, kv.dtype.element_ty, True, LARGEST)
-        tl.store(p_kv + o_c, b_kept, mask=m_c)
+        top = tl.max(_size(b_y), axis=0)
+        if E2M1:
+            b_y = tl.where(top < float("inf"), b_y, 0.0)
+            b_unit = _write_e2m1(p_kv, b_y, C, E2M1, FOURS)
+            b_unit = tl.where(top < float("inf"), b_unit, float("nan"))
+        else:
+            b_unit, b_inverse = _scale_of(top, LARGEST)
+            b_kept = stored(b_y * b_inverse, kv.dtype.element_ty, True, LARGEST)
+            tl.store(p_kv + o_c, b_kept, mask=m_c)
         p_scale = scales + b_slot // BLOCK_TOKENS * (block_stride // 4)
-        p_scale = p_scale + BLOCK_TOKENS * WIDTH // 4 + b_slot % BLOCK_TOKENS * 2
+        p_scale = p_scale + BLOCK_TOKENS * (OWN + ROTARY) // 4 + b_slot % BLOCK_TOKENS * 2
         tl.store(p_scale, b_unit)
         _quantize_rotated(
-            p_latent + RANK, p_kv + RANK, p_scale + 1, b_cosines, b_sines, F, ROTARY, PAIRS, LARGEST
+            p_latent + RANK, p_kv + OWN, p_scale + 1, b_cosines, b_sines, F, ROTARY, PAIRS, LARGEST
         )
         return
     tl.store(p_kv + o_c, b_y.to(kv.dtype.element_ty), mask=m_c)
@@ -141,7 +163,9 @@ def bind(problem: LatentWriteProblem, weight_C: torch.Tensor) -> LatentWrite:
         "C": power_of_two(problem.rank), "ROTARY": problem.rotary,
         "F": power_of_two(problem.rotary // 2), "PAIRS": problem.layout == "pairs",
         "BLOCK_TOKENS": problem.block_tokens, "QUANTIZED": problem.quantized is not None,
-        "LARGEST": LARGEST[problem.quantized] if problem.quantized else 0.0,
+        "LARGEST": LARGEST.get(problem.quantized or "", LARGEST["fp8"]),
+        "E2M1": E2M1.get(problem.quantized or "", 0.0),
+        "FOURS": problem.quantized == "nvfp4-4over6",
     }  # fmt: skip
 
     def latent_write(
@@ -163,10 +187,15 @@ def bind(problem: LatentWriteProblem, weight_C: torch.Tensor) -> LatentWrite:
     return latent_write
 
 
+def unsupported_form(form: str | None, rank: int) -> str | None:
+    """Why kernels cannot have latents in a form: beside e2m1 numbers lie e4m3 ones."""
+    reason = unsupported_quantization(form, rank)
+    return reason or (unsupported_quantization("fp8", rank) if form in E2M1 else None)
+
+
 def _supports(problem: LatentWriteProblem) -> str | None:
-    return unsupported(problem.device, problem.dtype) or unsupported_quantization(
-        problem.quantized, problem.rank
-    )
+    reason = unsupported(problem.device, problem.dtype)
+    return reason or unsupported_form(problem.quantized, problem.rank)
 
 
 KERNEL = Kernel(name="triton", supports=_supports, bind=bind, invariant=True)

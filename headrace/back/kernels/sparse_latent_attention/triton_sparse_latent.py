@@ -17,8 +17,13 @@ import triton.language as tl
 
 from headrace.back.kernels.attention.op import Plan
 from headrace.back.kernels.attention.triton_softmax import softmax_weights
-from headrace.back.kernels.latent_attention.triton_latent import scaled_latents
-from headrace.back.kernels.latent_write.quantized import SCALE_BYTES, typed
+from headrace.back.kernels.latent_attention.triton_latent import (
+    form_number,
+    latent_tiles,
+    stored_width,
+)
+from headrace.back.kernels.latent_write.quantized import typed
+from headrace.back.kernels.latent_write.triton_latent_write import unsupported_form
 from headrace.back.kernels.op import Kernel
 from headrace.back.kernels.sparse_latent_attention.op import (
     SparseLatentAttentionFunction,
@@ -30,7 +35,6 @@ from headrace.back.kernels.triton.wrap import (
     launch,
     power_of_two,
     unsupported,
-    unsupported_quantization,
 )
 
 
@@ -111,13 +115,10 @@ def sparse_latent_attention_kernel(
         m_s = b_at >= 0
         b_at = tl.maximum(b_at, 0)
         b_block = tl.load(p_blocks + b_at // BLOCK_TOKENS, mask=m_s, other=0).to(tl.int64)
-        p_kv = kv + (b_block * block_stride + b_at % BLOCK_TOKENS * WIDTH)[:, None]
-        b_kv = tl.load(p_kv + o_c[None, :], mask=m_s[:, None] & m_c, other=0.0)
-        b_kvr = tl.load(p_kv + RANK + o_r[None, :], mask=m_s[:, None] & m_r, other=0.0)
-        if QUANTIZED:
-            b_kv, b_kvr = scaled_latents(
-                b_kv, b_kvr, scales, b_block, b_at, m_s, block_stride, dtype, BLOCK_TOKENS, WIDTH
-            )
+        b_kv, b_kvr = latent_tiles(
+            kv, scales, b_block, b_at, m_s, block_stride, dtype, BLOCK_TOKENS, RANK, C, ROTARY, R,
+            QUANTIZED,
+        )  # fmt: skip
         b_scores = tl.dot(b_q, tl.trans(b_kv), input_precision="ieee")
         b_scores += tl.dot(b_qr, tl.trans(b_kvr), input_precision="ieee")
         b_scores = tl.where(m_s[None, :], b_scores * scale, float("-inf"))
@@ -172,11 +173,11 @@ def bind(
         "HEADS": heads, "H": tiles.heads, "RANK": rank, "C": depth, "ROTARY": rotary,
         "R": max(16, power_of_two(rotary)), "TOP_K": problem.top_k, "S": tiles.positions,
         "BLOCK_TOKENS": problem.block_tokens, "SINKS": problem.sinks, "PART": part,
-        "QUANTIZED": problem.quantized is not None,
+        "QUANTIZED": form_number(problem.quantized),
         "num_warps": tiles.num_warps, "num_stages": tiles.num_stages,
     }  # fmt: skip
     scale = problem.scale * 1.4426950408889634
-    stored = rank + rotary + (SCALE_BYTES if problem.quantized else 0)
+    stored = stored_width(rank, rotary, problem.quantized)
 
     def attention(
         q_THW: torch.Tensor, kv: torch.Tensor, plan: Plan, chosen_TK: torch.Tensor
@@ -227,9 +228,8 @@ def _fit(problem: SparseLatentProblem, tiles: SparseTiles) -> SparseTiles:
 
 
 def _supports(problem: SparseLatentProblem) -> str | None:
-    return unsupported(problem.device, problem.dtype) or unsupported_quantization(
-        problem.quantized, problem.rank
-    )
+    reason = unsupported(problem.device, problem.dtype)
+    return reason or unsupported_form(problem.quantized, problem.rank)
 
 
 def _supports_steps(problem: SparseLatentProblem) -> str | None:
