@@ -1,6 +1,6 @@
 """Rows of quantized_arrangements.py, with their shapes: weights whose values are looked up (AQLM,
-VPTQ, EXL3), whose groups have bits of their own (EXL2), whose inputs are rotated (FP-Quant), or
-whose scales are quantized (SpQR)."""
+VPTQ, EXL3), whose groups have bits of their own (EXL2), whose inputs are rotated (FP-Quant,
+HIGGS), or whose scales are quantized (SpQR)."""
 
 from __future__ import annotations
 
@@ -172,6 +172,35 @@ def spqr_shape(stored: StoredMembers) -> Shape:
     return fitting[0]
 
 
+def higgs_shape(stored: StoredMembers) -> Shape:
+    """Words of 16 bits [O bits / 16, I]."""
+    book = _book(stored.numbers)
+    words, inputs = stored.shape("values")
+    outputs = words * 16 // stored.numbers.bits
+    chunk = higgs_chunk(book)
+    if outputs % chunk or words * 16 % stored.numbers.bits or inputs % book.rotated:
+        raise ValueError(
+            f"its kernel's tiles of {chunk} outputs, or blocks of {book.rotated} inputs, do not "
+            f"divide {outputs} x {inputs}"
+        )
+    return outputs, inputs
+
+
+def higgs_chunk(book: Codebook) -> int:
+    """Outputs whose indices are mixed."""
+    return book.tile * {2: 8, 3: 16, 4: 4}[book.bits]
+
+
+def higgs_members(shape: Shape, numbers: Numbers) -> Forms:
+    size = (numbers.group or (1, 256))[1]
+    levels = 1 << numbers.bits
+    return {
+        "scales": ((shape[0], shape[1] // size),),
+        "pairs": ((levels, levels, 2),),
+        "levels": ((levels,),),
+    }
+
+
 _ROTATION = {
     "rotation": "{module}.forward_hadamard_matrix",
     "backward": "{module}.backward_hadamard_matrix",
@@ -246,6 +275,18 @@ LOOKED_UP = {
         optional=("inverse", "order"),
         shape=exl2_shape,
         expected=exl2_members,
+    ),
+    "higgs": Arrangement(
+        roles={
+            "values": "{module}.weight",
+            "scales": "{module}.scales",
+            "pairs": "{module}.tables2",
+            "levels": "{module}.tables",
+        },
+        dtypes=("I16",),
+        optional=("levels",),
+        shape=higgs_shape,
+        expected=higgs_members,
     ),
     "spqr": Arrangement(
         roles={

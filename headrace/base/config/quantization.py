@@ -25,6 +25,8 @@ class Codebook(msgspec.Struct, frozen=True, kw_only=True):
     run               inputs of a codebook; 0: all
     outliers          inputs before these, with a codebook of their own for `outlier_outputs`
     num_outputs       of the weight; -1: whole vectors
+    tile              outputs whose indices begin words of a row (HIGGS)
+    rotated           inputs that were rotated together; 0: none
     """
 
     outputs: int
@@ -36,6 +38,8 @@ class Codebook(msgspec.Struct, frozen=True, kw_only=True):
     outliers: int = 0
     outlier_outputs: int = 0
     num_outputs: int = -1
+    tile: int = 0
+    rotated: int = 0
 
 
 class Numbers(msgspec.Struct, frozen=True, kw_only=True):

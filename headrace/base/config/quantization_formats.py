@@ -38,7 +38,7 @@ from headrace.base.config.quantization_fp4 import fouroversix, mxfp4
 from headrace.base.config.quantization_fp8 import fbgemm, fp8, mxfp8
 from headrace.base.config.quantization_mlx import mlx
 from headrace.base.config.quantization_torch import hqq, quanto, row_integers, sinq, torchao
-from headrace.base.config.quantization_vectors import aqlm, exl2, exl3, fp_quant, spqr, vptq
+from headrace.base.config.quantization_vectors import aqlm, exl2, exl3, fp_quant, higgs, spqr, vptq
 
 
 def stored_quantization(raw: Mapping[str, Any], where: str) -> StoredQuantization | None:
@@ -375,5 +375,6 @@ METHODS: dict[str, Callable[[ConfigReader], StoredQuantization]] = {
     "exl3": exl3,
     "fp_quant": fp_quant,
     "spqr": spqr,
+    "higgs": higgs,
 }
 """`quant_method` -> its reader."""

@@ -1,8 +1,10 @@
 """`quantization_config` of formats whose values are looked up: AQLM and VPTQ by vectors of
 codebooks, EXL3 by a trellis; of FP-Quant, whose inputs are rotated; of EXL2, whose groups have
-bits of their own; and of SpQR, whose scales are quantized too."""
+bits of their own; of SpQR, whose scales are quantized too; and HIGGS by pairs of rotated inputs."""
 
 from __future__ import annotations
+
+import re
 
 from headrace.base.config.hf import ConfigReader
 from headrace.base.config.quantization import (
@@ -119,6 +121,30 @@ def spqr(config: ConfigReader) -> StoredQuantization:
         if config.int(key, 16) != 16:
             raise config.wrong(key, "16")
     return everything("spqr", Numbers(arrangement="spqr", bits=3), plain_modules(config))
+
+
+def higgs(config: ConfigReader) -> StoredQuantization:
+    """HIGGS (Malinovskii et al. 2024): pairs of inputs of rotated blocks, looked up in one table.
+    How they lie follows from the kernel that FLUTE chose for each module (`tune_metadata`)."""
+    bits = bits_of(config, (2, 3, 4), 4)
+    size, rotated = config.int("group_size", 256), config.int("hadamard_size", 512)
+    if size not in (64, 128, 256):
+        raise config.wrong("group_size", "64, 128 or 256")
+    if rotated % size or rotated & (rotated - 1) or rotated < 1:
+        raise config.wrong("hadamard_size", f"a power of two that groups of {size} divide")
+    modules = config.required_section("tune_metadata")
+    rules = [Rule(targets=plain_modules(config), numbers=None)]
+    for name in modules.raw:
+        entry = modules.required_section(name)
+        template = entry.int("template_id", ge=0, le=143 if bits == 4 else 35)
+        # FLUTE 0.4 has twelve kernels for each size of tiles, of 4 bits four times as many
+        tile = 64 if template // (16 if bits == 4 else 4) % 3 == 0 else 32
+        if bits == 3 and tile != 32:
+            raise entry.wrong("template_id", "a kernel with tiles of 32, of 3 bits")
+        book = Codebook(outputs=1, inputs=2, bits=bits, tile=tile, rotated=rotated)
+        numbers = Numbers(arrangement="higgs", bits=bits, group=(1, size), codebook=book)
+        rules.append(Rule(targets=(f"re:{re.escape(name)}$",), numbers=numbers))
+    return StoredQuantization(method="higgs", rules=tuple(rules))
 
 
 def _about(config: ConfigReader) -> int:

@@ -243,6 +243,14 @@ READ: dict[str, tuple[Any, tuple[str, int, tuple[int, int] | None]]] = {
     "BitBLAS": (
         {**GPTQ, "desc_act": False, "is_bitblas_format": True}, ("bitblas", 4, (1, 128))
     ),
+    "HIGGS": (
+        {"quant_method": "higgs", "bits": 4, "p": 2, "group_size": 256, "hadamard_size": 512,
+         "modules_to_not_convert": ["lm_head"],
+         "tune_metadata": {UP: {"M": 1, "N": 14336, "K": 4096, "num_bits": 4, "group_size": 256,
+                                "num_sms": 128, "dtype": "torch.float16", "device": "cuda:0",
+                                "template_id": 44}}},
+        ("higgs", 4, (1, 256)),
+    ),
     "SpQR": (
         {"quant_method": "spqr", "bits": 3, "beta1": 16, "beta2": 16,
          "shapes": {"model.layers.0.mlp.up_proj.dense_weights.shape": 512}},
@@ -326,6 +334,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "Four Over Six of integers": ({"quant_method": "fouroversix", "dtype": "nvint4"}, "dtype"),
     "Four Over Six of 6": ({"quant_method": "fouroversix", "scale_rule": "static_5"}, "scale_rule"),
+    "HIGGS of another group": (
+        {"quant_method": "higgs", "group_size": 32, "tune_metadata": {}}, "group_size"
+    ),
+    "HIGGS without its kernels": ({"quant_method": "higgs", "bits": 4}, "tune_metadata"),
     "SpQR in other tiles": ({"quant_method": "spqr", "beta1": 32}, "beta1"),
     "SINQ in tiles": ({"quant_method": "sinq", "tiling_mode": "2D"}, "tiling_mode"),
     "SINQ of levels": ({"quant_method": "sinq", "method": "sinq_nf4"}, "method"),
