@@ -13,6 +13,7 @@ from headrace.base.wire.media import (
     MARK_BYTES,
     MAX_STEP_S,
     MAX_TIME_POSITIONS,
+    PROMPT,
     MediaCut,
     MediaForm,
     MediaInput,
@@ -32,6 +33,11 @@ def check_media(request: EngineRequest, facts: WorkerFacts, *, num_prompt: int) 
     forms = {form.kind: form for form in facts.media}
     if len(request.media) > MAX_INPUTS:
         raise _wrong("media", f"{len(request.media)} inputs, at most {MAX_INPUTS} are allowed")
+    if request.sampling.prompt_logprobs is not None and PROMPT in [m.kind for m in request.media]:
+        raise InvalidRequest(
+            "prompt_logprobs: does not go with vectors in the place of tokens",
+            field="prompt_logprobs",
+        )
     end = 0
     for index, one in enumerate(request.media):
         field = f"media[{index}]"

@@ -6,10 +6,27 @@ from pathlib import Path
 
 import msgspec
 
+from headrace.back.models.families import FALLBACK
 from headrace.base.config.media import MediaSpec
 from headrace.base.config.tree import MediaCounts, Options
 from headrace.base.errors import ConfigError, MissingDependency
 from headrace.base.optional import available
+from headrace.launch.model_facts import ModelFacts
+
+
+def prompt_width(options: Options, model: ModelFacts) -> int:
+    """Numbers of a vector that may stand in the place of a token; 0: none may. ConfigError for
+    models that take none."""
+    if not options.model.enable_prompt_embeds:
+        return 0
+    if model.family == FALLBACK or model.encodes or model.has_encoder or model.head != "lm":
+        raise ConfigError(
+            f"--enable-prompt-embeds: {model.architecture} is no decoder of headrace's own families "
+            "that generates text",
+            field="enable_prompt_embeds",
+        )
+    return model.hidden_size
+
 
 PRUNING = ("qwen_vl",)
 """Processors of models whose video may be pruned."""

@@ -52,7 +52,7 @@ from headrace.launch.lengths import (
     tokens_of_blocks,
     with_short_tables,
 )
-from headrace.launch.media_spec import media_spec
+from headrace.launch.media_spec import media_spec, prompt_width
 from headrace.launch.model_facts import ModelFacts
 from headrace.launch.offload import KV_SHARE, RESERVE_BYTES, offload_spec, offloads
 from headrace.launch.online_quantization import online_quantization, online_weight_bytes
@@ -168,6 +168,7 @@ def text_spec(options: Options, model: ModelFacts, choose: Chooser) -> TextSpec:
         generates=model.head == "lm",
         pooling=model.pooling,
         media=media_spec(options, model.media),
+        prompt_width=prompt_width(options, model),
         encoder_tokens=encoder_tokens(options, model, max_model_len),
         decoder_start=model.decoder_start,
         spectrogram=model.spectrogram,
@@ -196,6 +197,7 @@ def _finished(
         shares_encoder=options.model.mm_encoder_tp_mode == "data",
         vision_path=model.vision_path,
         control=control_spec(options, model),
+        prompt_embeds=bool(prompt_width(options, model)),
     )
 
 

@@ -142,6 +142,7 @@ def _drafter(draft: DraftCheckpoint, model: ModelFacts, engine: EngineSpec) -> M
         manifest=None,
         adapters=None,
         control=None,
+        prompt_embeds=False,
         bare=False if own is None else own.bare,
     )
 

@@ -207,7 +207,7 @@ def _named(name: str) -> dict[str, Any]:
         ({"verbosity": "loud"}, "verbosity", "loud"),
         ({"best_of": 2}, "best_of", "chat"),
         ({"vllm_xargs": {"a": 1}}, "vllm_xargs", "reads arguments"),
-        ({"prompt_embeds": "AAAA"}, "prompt_embeds", "not accepted"),
+        ({"prompt_embeds": "AAAA"}, "prompt_embeds", "vectors are parts of messages"),
         ({"stream_interval": 0}, "stream_interval", ">= 1"),
         ({"request_id": "a b"}, "request_id", '"a b"'),
         ({"prompt_logprobs": -1}, "prompt_logprobs", "-1 means all"),

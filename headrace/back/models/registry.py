@@ -16,6 +16,7 @@ import torch
 from headrace.back.layers.adapters import AdapterSlots
 from headrace.back.layers.decode_context import check_forms
 from headrace.back.layers.offload import Offload
+from headrace.back.layers.prompt_vectors import PromptVectors
 from headrace.back.layers.scope import Head, Ledger, Scope
 from headrace.back.models.blocks import BuildFamily, Decoder
 from headrace.back.models.control_layer import directions
@@ -126,7 +127,20 @@ def build_model(
             field=mesh.ep.option,
         )
     _check_taken(model, spec, scope)
+    if spec.prompt_embeds:
+        _take_vectors(model, spec, mesh)
     return model
+
+
+def _take_vectors(model: LoadableModel, spec: ModelSpec, mesh: Mesh) -> None:
+    """The model takes vectors in place of tokens too; ConfigError where it cannot."""
+    if not isinstance(model, Decoder) or mesh.pp.size > 1:
+        where = "stages of a pipeline" if mesh.pp.size > 1 else f"models of family {spec.family}"
+        raise ConfigError(
+            f"--enable-prompt-embeds: {where} take no vectors", field="enable_prompt_embeds"
+        )
+    width = model.spec.embedding_width or model.spec.sizes.width
+    model.media = PromptVectors(model.media, width=width, dtype=DTYPES[spec.dtype])
 
 
 def _check_taken(model: LoadableModel, spec: ModelSpec, scope: Scope) -> None:

@@ -20,6 +20,7 @@ import torch
 
 from headrace.back.kernels.launches import are_launched
 from headrace.back.kernels.upload import KeptCopies
+from headrace.back.layers.prompt_vectors import PromptVectors
 from headrace.back.layers.vision.encoder import Grid, MediaEncoder
 from headrace.back.layers.vision.shared_encoder import SharedEncoder
 from headrace.back.runner.device_graphs import alias, capture
@@ -199,6 +200,6 @@ def recorded_encoder(encoder: MediaEncoder, graphs: EncoderGraphs | None) -> Med
     """The encoder in graphs; of one whose ranks share out the inputs, what each does alone."""
     if graphs is None:
         return encoder
-    if isinstance(encoder, SharedEncoder):
-        return encoder.around(lambda own: RecordedEncoder(own, graphs))
+    if isinstance(encoder, SharedEncoder | PromptVectors):
+        return encoder.around(lambda own: recorded_encoder(own, graphs))
     return RecordedEncoder(encoder, graphs)

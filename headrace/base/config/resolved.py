@@ -88,7 +88,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     instead (base/wire/media.py: encoder_outputs). `image_norm`: what the checkpoint's processor
     says of the values of colours, None: as its family has them. `shares_encoder`: see
     `--mm-encoder-tp-mode`. `vision_path`: the GGUF file with the tower of a GGUF model. `control`:
-    what is added behind layers; None: nothing.
+    what is added behind layers; None: nothing. `prompt_embeds`: vectors may stand in the place of
+    tokens.
     """
 
     path: str
@@ -123,6 +124,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     shares_encoder: bool = False
     vision_path: str | None = None
     control: ControlSpec | None = None
+    prompt_embeds: bool = False
 
 
 class KVTransferSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -318,7 +320,8 @@ class TextSpec(msgspec.Struct, frozen=True, kw_only=True):
     `hears`, `speech_prompt`: of an encoder that reads sounds of any length how its frames are made,
     and how the decoder is asked (front/text/speech_prompts.py);
     `suppressed_ids`: tokens that no transcript has; `alignment_heads`: the decoder's (layer,
-    head) that look at the sound of the word they are about to say.
+    head) that look at the sound of the word they are about to say; `prompt_width`: numbers of a
+    vector that may stand in the place of a token, 0: none may.
     """
 
     tokenizer_path: str
@@ -341,6 +344,7 @@ class TextSpec(msgspec.Struct, frozen=True, kw_only=True):
     speech_prompt: str = ""
     suppressed_ids: tuple[int, ...] = ()
     alignment_heads: tuple[tuple[int, int], ...] = ()
+    prompt_width: int = 0
 
 
 class ServerSpec(ServerSettings, frozen=True, kw_only=True):

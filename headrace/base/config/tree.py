@@ -121,6 +121,13 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
             "encoder elsewhere gave. For clients that are trusted."
         ),
     ] = False
+    enable_prompt_embeds: Annotated[
+        bool,
+        Meta(
+            description="Take vectors in place of tokens: `prompt_embeds` of completions, parts `prompt_embeds` of "
+            "chats. For clients that are trusted."
+        ),
+    ] = False
     mm_encoder_tp_mode: Annotated[
         Literal["weights", "data"],
         Meta(

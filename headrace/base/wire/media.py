@@ -19,7 +19,10 @@ import math
 
 import msgspec
 
-KINDS = ("image", "video", "audio")
+PROMPT = "prompt"
+"""The kind of vectors in place of tokens (back/layers/prompt_vectors.py): each is a row of float32,
+as wide as the decoder, and stands for one token of text."""
+KINDS = ("image", "video", "audio", PROMPT)
 KEY_BYTES = 32
 MARK_BYTES = 16
 MAX_ROWS = 65_536
@@ -169,7 +172,7 @@ class Packing(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class MediaForm(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One kind of input as a model takes it.
 
-    kind         image, video or audio
+    kind         image, video, audio or PROMPT
     row_bytes    bytes of a row: 3 * frames * patch * patch of pixels
     patch        pixels of a patch's side
     frames       frames in a row of a video that belong to one t; images: 1

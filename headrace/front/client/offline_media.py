@@ -16,7 +16,7 @@ from headrace.front.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from headrace.front.media.parts import MediaPart
-    from headrace.front.media.preparation import MediaPreparer
+    from headrace.front.media.prompt_vectors import Preparer
 
 T = TypeVar("T")
 Wait = Callable[[Coroutine[Any, Any, T]], T]
@@ -30,6 +30,7 @@ class PromptWithMedia(TypedDict, total=False):
 
     prompt: str
     prompt_token_ids: list[int]
+    prompt_embeds: Any
     multi_modal_data: dict[str, Any]
     mm_processor_kwargs: dict[str, Any]
 
@@ -39,7 +40,7 @@ class OfflineMedia:
 
     def __init__(self, text: TextSpec, tokenizer: Tokenizer, template: ChatTemplate) -> None:
         self._text, self._tokenizer, self._template = text, tokenizer, template
-        self._preparer: MediaPreparer | None = None
+        self._preparer: Preparer | None = None
 
     def rendered(
         self,
@@ -48,7 +49,8 @@ class OfflineMedia:
         **options: Unpack[RenderOptions],
     ) -> Encoded:
         """A conversation as ids, and its media."""
-        if self._text.media is None or not has_media(messages):
+        takes = self._text.media is not None or self._text.prompt_width
+        if not (takes and has_media(messages)):
             return self._template.render(messages, **options), ()
         from headrace.front.media.preparation import MediaRequest
 
@@ -68,6 +70,8 @@ class OfflineMedia:
             return self._tokenizer.encode(prompt, max_tokens=max_tokens), ()
         if isinstance(prompt, list):
             return prompt, ()
+        if (vectors := prompt.get("prompt_embeds")) is not None:
+            return self._of_vectors(vectors)
         ids = prompt.get("prompt_token_ids")
         if ids is None:
             ids = self._tokenizer.encode(prompt.get("prompt", ""), max_tokens=max_tokens)
@@ -81,21 +85,34 @@ class OfflineMedia:
         media = wait(preparer.media_of(list(_parts(data)), request))
         return preparer.expand(ids, [one for each in media for one in each], field="prompt")
 
+    def _of_vectors(self, vectors: Any) -> Encoded:
+        """A prompt of vectors: an array [tokens, width], or a tensor on the CPU."""
+        if not self._text.prompt_width:
+            raise InvalidRequest(
+                "prompt_embeds: not accepted: enable_prompt_embeds is off", field="prompt_embeds"
+            )
+        from headrace.front.media.prompt_vectors import VectorsPreparer
+
+        preparer = self._prepares()
+        assert isinstance(preparer, VectorsPreparer), preparer
+        return preparer.prompt(np.asarray(vectors, np.float32), "prompt_embeds")
+
     def close(self) -> None:
         """Ends the processes."""
         if self._preparer is not None:
             self._preparer.close()
 
-    def _prepares(self) -> MediaPreparer:
-        if self._text.media is None:
+    def _prepares(self) -> Preparer:
+        if self._text.media is None and not self._text.prompt_width:
             raise InvalidRequest(
                 "multi_modal_data: not accepted by this model (only text is)",
                 field="multi_modal_data",
             )
         if self._preparer is None:
-            from headrace.front.media.preparation import MediaPreparer
+            from headrace.front.media.prompt_vectors import preparer_of
 
-            self._preparer = MediaPreparer(self._text.media, self._tokenizer)
+            self._preparer = preparer_of(self._text, self._tokenizer)
+        assert self._preparer is not None, "the model takes something"
         return self._preparer
 
 

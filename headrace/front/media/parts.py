@@ -26,7 +26,7 @@ from urllib.parse import unquote_to_bytes
 import msgspec
 
 from headrace.base.errors import InvalidRequest
-from headrace.front.text.media_parts import MEDIA_PARTS
+from headrace.front.text.media_parts import MEDIA_PARTS, VECTORS_PART
 
 _DETAILS = ("auto", "low", "high", "original")
 _ROLES = ("user", "tool", "function")
@@ -74,7 +74,7 @@ def part_of(part: Any, field: str) -> MediaPart | None:
     kind = part.get("type") if isinstance(part, dict) else None
     if kind in ("file", "input_file"):
         return _document(part, field)
-    if kind not in MEDIA_PARTS:
+    if kind not in MEDIA_PARTS or kind == VECTORS_PART:
         return None
     if kind in EMBEDS:
         return MediaPart(

@@ -41,7 +41,7 @@ from headrace.front.text.tokenizer_files import check_vocabulary, load_tokenizer
 from headrace.launch.api_process import ApiSpec
 
 if TYPE_CHECKING:
-    from headrace.front.media.preparation import MediaPreparer
+    from headrace.front.media.prompt_vectors import Preparer
 
 Engine = AsyncLLM | ManyEngines
 MOST_LOGPROBS = 1 << 20
@@ -137,7 +137,7 @@ class ModelParts(TypedDict):
     template: ChatTemplate
     text: TextSpec
     answers: AnswerFormat
-    media: MediaPreparer | None
+    media: Preparer | None
     speech: SpeechModel | None
 
 
@@ -165,13 +165,14 @@ def parts_of(tokenizer: Tokenizer, text: TextSpec, server: ServerSpec) -> ModelP
     )
 
 
-def _media(text: TextSpec, tokenizer: Tokenizer) -> MediaPreparer | None:
-    """Prepares images and video, if the model takes any: the libraries are imported only then."""
-    if text.media is None:
+def _media(text: TextSpec, tokenizer: Tokenizer) -> Preparer | None:
+    """Prepares images, video and vectors, if the model takes any: the libraries are imported only
+    then."""
+    if text.media is None and not text.prompt_width:
         return None
-    from headrace.front.media.preparation import MediaPreparer
+    from headrace.front.media.prompt_vectors import preparer_of
 
-    return MediaPreparer(text.media, tokenizer)
+    return preparer_of(text, tokenizer)
 
 
 def open_stores(name: str, spec: ServerSpec, keys: ApiKeys) -> tuple[FileStore, BatchStore] | None:

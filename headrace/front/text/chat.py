@@ -20,10 +20,17 @@ import msgspec
 from headrace.base.errors import ContextTooLong, InvalidRequest
 from headrace.front.text.chat_tools import check_tool
 from headrace.front.text.files import file_text
-from headrace.front.text.media_parts import MediaMark, with_mark
+from headrace.front.text.media_parts import NO_TOKEN, VECTORS_PART, MediaMark, with_mark, with_marks
 from headrace.front.text.templates import LoopRenderer, TemplateLimits, TemplatePool, text_size
 from headrace.front.text.threads import TEXT_THREADS
-from headrace.front.text.tokenizer import MARK, Guard, Tokenizer, neutral, unguard
+from headrace.front.text.tokenizer import (
+    MARK,
+    VECTORS,
+    Guard,
+    Tokenizer,
+    neutral,
+    unguard,
+)
 
 # Arguments that clients send whatever the model is; a template that does not read one is not
 # changed by it.
@@ -112,11 +119,15 @@ class ChatTemplate:
         self._pool.close()
 
     def _encoded(self, rendered: str) -> list[int]:
-        try:
-            self._tokenizer.check_length(rendered, self._max_tokens)
-        except ContextTooLong as error:
-            raise ContextTooLong(error.message, field="messages") from None
+        self._tokenizer.check_length(rendered, self._max_tokens, field="messages")
+        if VECTORS in rendered:
+            return self._encoded_around(rendered.split(VECTORS))
         return self._tokenizer.encode_guarded(rendered)
+
+    def _encoded_around(self, texts: Sequence[str]) -> list[int]:
+        """Texts with NO_TOKEN between them."""
+        first, *others = (self._tokenizer.encode_guarded(text) for text in texts)
+        return [*first, *(token for ids in others for token in (NO_TOKEN, *ids))]
 
     def _render(self, messages: Messages, options: RenderOptions) -> str:
         rendered = self._pool.render(*self._prepared(messages, options))
@@ -328,19 +339,14 @@ def _arguments(arguments: Any) -> Any:
 def _content(message: dict[str, Any], field: str, guard: Guard) -> str | list[dict[str, str]]:
     content = message.get("content")
     if isinstance(content, list) and any(isinstance(part, MediaMark) for part in content):
-        if any(isinstance(part, MediaMark) and part.written for part in content):
-            return "\n".join(
-                part.written
+        return with_marks(
+            [
+                part
                 if isinstance(part, MediaMark)
                 else guard.protect(_text(_part(part, f"{field}[{i}]"), field))
                 for i, part in enumerate(content)
-            )
-        return [
-            {"type": part.kind}
-            if isinstance(part, MediaMark)
-            else {"type": "text", "text": guard.protect(_text(_part(part, f"{field}[{i}]"), field))}
-            for i, part in enumerate(content)
-        ]
+            ]
+        )
     if content is None and message["role"] == "assistant":
         return guard.protect(_text(message.get("refusal") or "", field))
     return _own_words(parts_text(content, field), message["role"], guard)
@@ -371,6 +377,8 @@ def _part(part: Any, field: str) -> str:
         if not isinstance(file, dict):
             raise _bad(f"{field}.file", "an object with file_data and filename is needed")
         return _text(file_text(file, f"{field}.file"), f"{field}.file")
+    if kind == VECTORS_PART:
+        raise _bad(f"{field}.type", f"{kind!r} is not accepted: --enable-prompt-embeds is off")
     if kind not in _TEXT_PARTS:
         shown = repr(kind if isinstance(part, dict) else type(part).__name__)[:80]
         raise _bad(f"{field}.type", f"{shown} is not accepted by this model (only text is)")

@@ -32,8 +32,8 @@ import msgspec
 from headrace.base.errors import ContextTooLong, InvalidRequest
 from headrace.front.text.threads import TEXT_THREADS
 
-BREAK, OPEN, CLOSE, MARK = "\ufdd0", "\ufdd1", "\ufdd2", "\ufdd3"
-_RESERVED = str.maketrans(dict.fromkeys((BREAK, OPEN, CLOSE, MARK), "\ufffd"))
+BREAK, OPEN, CLOSE, MARK, VECTORS = "\ufdd0", "\ufdd1", "\ufdd2", "\ufdd3", "\ufdd4"
+_RESERVED = str.maketrans(dict.fromkeys((BREAK, OPEN, CLOSE, MARK, VECTORS), "\ufffd"))
 MAX_TEXT_CHARS = 4 << 20
 """The longest text that is tokenized although the model could not hold it: seconds of work."""
 _UTF8 = codecs.getincrementaldecoder("utf-8")

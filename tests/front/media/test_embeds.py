@@ -52,15 +52,15 @@ HUGE = base64.b64encode(
     + b"{'descr': '<f4', 'fortran_order': False, 'shape': (1000000000, 4000), }".ljust(117) + b"\n"
 ).decode()  # fmt: skip
 WRONG = {
-    "nothing": (None, "a .npy file in base64 is needed"),
-    "number": (7, "a .npy file in base64"),
+    "nothing": (None, "a .npy, safetensors or torch file in base64 is needed"),
+    "number": (7, "torch file in base64"),
     "no base64": ("*", "is not base64"),
-    "no file": (base64.b64encode(b"PK\3\4 torch").decode(), "is no .npy file"),
-    "cut": (base64.b64encode(b"\x93NUMPY\x01\x00\xff").decode(), "is no .npy file"),
-    "objects": (file_of(np.array([[{}]], object)), "two dimensions of <f2 or <f4"),
-    "integers": (file_of(np.ones((2, 2), np.int64)), "two dimensions of <f2 or <f4"),
+    "no file": (base64.b64encode(b"PK\3\4 torch").decode(), "cannot be read: File is not a zip file"),
+    "cut": (base64.b64encode(b"\x93NUMPY\x01\x00\xff").decode(), "cannot be read"),
+    "objects": (file_of(np.array([[{}]], object)), "<f2 or <f4"),
+    "integers": (file_of(np.ones((2, 2), np.int64)), "<f2 or <f4"),
     "columns first": (file_of(np.asfortranarray(VECTORS)), "by rows"),
-    "one dimension": (file_of(VECTORS[0]), "two dimensions"),
+    "one dimension": (file_of(VECTORS[0]), "one vector for each token"),
     "several": (file_of(np.stack([VECTORS] * 2)), "one vector for each token"),
     "none": (file_of(VECTORS[:0]), "one vector for each token"),
     "a claim": (HUGE, "0 bytes behind its header, which says 16000000000000"),
@@ -68,7 +68,7 @@ WRONG = {
     "too large": (file_of(np.full((2, 2), 1e30, np.float32)), "beyond 65504"),
     "grid": ({"data": file_of(VECTORS), "grid": [1, "2", 3]}, "three whole numbers"),
     "a large grid": ({"data": file_of(VECTORS), "grid": [1, 1, 1 << 40]}, "three whole numbers"),
-    "no data": ({"grid": [1, 2, 3]}, "image_embeds.data: a .npy file"),
+    "no data": ({"grid": [1, 2, 3]}, "image_embeds.data: a .npy, safetensors"),
 }  # fmt: skip
 
 
@@ -83,5 +83,5 @@ def test_what_is_wrong_is_named(name: str) -> None:
 def test_nothing_is_unpickled() -> None:
     data = b"\x93NUMPY\x01\x00\x46\x00{'descr': '|O', 'fortran_order': False, 'shape': (1, 1), }          \n"
     harmless = base64.b64encode(data + pickle.dumps([1])).decode()
-    with pytest.raises(InvalidRequest, match=r"is no \.npy file|two dimensions"):
+    with pytest.raises(InvalidRequest, match=r"cannot be read: Cannot parse header"):
         embedded(part(harmless), 1)

@@ -21,9 +21,11 @@ from headrace.back.kernels.upload import to_device
 from headrace.back.layers.rope import RopeSpec, rope_table
 from headrace.back.layers.scope import Scope
 from headrace.back.layers.vision.grids import kept_windows
-from headrace.base.wire.media import MediaSpan
+from headrace.base.wire.media import PROMPT, MediaSpan
 
 SOUNDING = {"video", "audio"}
+LIKE_TEXT = {"audio", PROMPT}
+"""Kinds whose tokens have positions as those of text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +93,7 @@ class AxesRope:
         place = position = repeated = 0
         for group in _groups(spans):
             first, sounds = group[0], len(group) > 1
-            if first.kind == "audio":
+            if first.kind in LIKE_TEXT:
                 continue
             before = _text(position, first.offset - place, repeated)
             repeated = int(sounds and self._paired_marks)
@@ -160,7 +162,7 @@ class PlaceRope(AxesRope):
     def positions(self, spans: Sequence[MediaSpan], length: int) -> PromptPositions:
         """See AxesRope."""
         position_AP = np.tile(np.arange(length), (self.axes, 1))
-        for number, span in enumerate(spans):
+        for number, span in enumerate(span for span in spans if span.kind not in LIKE_TEXT):
             rows, columns = span.grid[1] // self._merge, span.grid[2] // self._merge + 1
             row, column = np.indices((rows, columns)).reshape(2, -1)
             inside = slice(span.offset + 1, span.end - 1)

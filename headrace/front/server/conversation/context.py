@@ -57,7 +57,7 @@ from headrace.front.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from headrace.front.client.transcription import SpeechModel
-    from headrace.front.media.preparation import MediaPreparer
+    from headrace.front.media.prompt_vectors import Preparer
     from headrace.front.server.conversation.tracing import RequestTrace, Tracer
 
 
@@ -141,7 +141,7 @@ class Services:
     answers: AnswerFormat = field(default_factory=AnswerFormat)
     tracer: Tracer | None = None
     interval: StreamInterval | None = None
-    media: MediaPreparer | None = None
+    media: Preparer | None = None
     speech: SpeechModel | None = None
     config: dict[str, object] = field(default_factory=dict)
     sealer: Sealer = field(default_factory=lambda: Sealer(secrets.token_bytes(SECRET_BYTES)))

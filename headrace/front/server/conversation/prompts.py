@@ -3,6 +3,7 @@ each token's span in it."""
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -12,6 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 from headrace.base.errors import InvalidRequest
+from headrace.base.wire.media import MediaInput
 from headrace.front.client.context_shift import most_tokens
 from headrace.front.server.conversation.context import RequestContext
 from headrace.front.server.conversation.request import CompletionRequest
@@ -72,9 +74,11 @@ def spans(
 
 
 async def prompt_of(
-    context: RequestContext, request: CompletionRequest, prompt: str | list[int]
+    context: RequestContext, request: CompletionRequest, prompt: str | list[int] | SentVectors
 ) -> Prompt:
     """One prompt of a completion as ids, with its text where it is echoed."""
+    if isinstance(prompt, SentVectors):
+        return await _of_vectors(context, request, prompt)
     tokenizer, text = context.services.tokenizer, context.services.text
     longest = text.encoder_tokens or text.max_model_len
     if text.encoder_tokens:
@@ -110,6 +114,25 @@ async def prompt_of(
     return Prompt(ids=ids, text=echoed, first=first, control_text=prompt_text)
 
 
+async def _of_vectors(
+    context: RequestContext, request: CompletionRequest, prompt: SentVectors
+) -> Prompt:
+    """A prompt of vectors; InvalidRequest for what needs its text or its tokens."""
+    preparer = context.services.media
+    if not context.services.text.prompt_width:
+        raise InvalidRequest(
+            "prompt_embeds: not accepted: --enable-prompt-embeds is off", field="prompt_embeds"
+        )
+    for field in ("echo", "suffix", "truncate_prompt_tokens", "source_language", "target_language"):
+        if getattr(request, field):
+            raise InvalidRequest(f"{field}: does not go with prompt_embeds", field=field)
+    from headrace.front.media.prompt_vectors import VectorsPreparer
+
+    assert isinstance(preparer, VectorsPreparer), preparer
+    ids, media = await asyncio.to_thread(preparer.prompt, prompt.content, prompt.field)
+    return Prompt(ids=ids, media=media)
+
+
 def _check_encoder(request: CompletionRequest) -> None:
     """Refuses what is said of a prompt that the model continues: this one is read by an encoder."""
     for field, asked in (("echo", request.echo), ("suffix", request.suffix)):
@@ -129,18 +152,43 @@ MAX_CHOICES = 4096
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
     """One prompt. `text` and `first` (the text of its first token) are filled only where they are
-    echoed, `control_text` (its text with control tokens) where that is asked for."""
+    echoed, `control_text` (its text with control tokens) where that is asked for. `media`: what its
+    ids stand for where it came as vectors."""
 
     ids: list[int]
     text: str = ""
     first: str = ""
     control_text: str | None = None
+    media: tuple[MediaInput, ...] = ()
 
 
-def prompts_of(request: CompletionRequest) -> list[str | list[int]]:
-    """The prompts of the request, each a text or a list of ids; InvalidRequest for a mixture and
-    for too many."""
-    prompt = request.prompt
+@dataclass(frozen=True, kw_only=True)
+class SentVectors:
+    """A prompt that came as vectors: a file in base64."""
+
+    content: str
+    field: str
+
+
+def prompts_of(request: CompletionRequest) -> list[str | list[int] | SentVectors]:
+    """The prompts of the request, each a text, a list of ids or vectors; InvalidRequest for a
+    mixture of texts and ids, and for too many."""
+    sent = request.prompt_embeds
+    vectors = [
+        SentVectors(
+            content=one, field="prompt_embeds" if isinstance(sent, str) else f"prompt_embeds[{i}]"
+        )
+        for i, one in enumerate([sent] if isinstance(sent, str) else sent or [])
+    ]
+    if request.prompt is None and not vectors:
+        raise InvalidRequest("prompt: is missing", field="prompt")
+    texts = _texts_of(request.prompt) if request.prompt or not vectors else []
+    prompts = [*vectors, *texts]
+    _check_count(len(prompts), max(request.n or 1, request.best_of or 1))
+    return prompts
+
+
+def _texts_of(prompt: Any) -> list[str | list[int]]:
     if isinstance(prompt, str):
         return [prompt]
     if prompt and isinstance(prompt[0], int):
@@ -151,17 +199,19 @@ def prompts_of(request: CompletionRequest) -> list[str | list[int]]:
             "prompt: one text, one list of ids, or a list of only texts or only lists",
             field="prompt",
         )
-    if len(prompt) > MAX_PROMPTS:
+    return msgspec.convert(prompt, list[str | list[int]])
+
+
+def _check_count(count: int, choices: int) -> None:
+    if count > MAX_PROMPTS:
         raise InvalidRequest(
-            f"prompt: {len(prompt)} prompts given, {MAX_PROMPTS} allowed", field="prompt"
+            f"prompt: {count} prompts given, {MAX_PROMPTS} allowed", field="prompt"
         )
-    n = max(request.n or 1, request.best_of or 1)
-    if len(prompt) * n > MAX_CHOICES:
+    if count * choices > MAX_CHOICES:
         raise InvalidRequest(
-            f"prompt: {len(prompt)} prompts with {n} choices each; {MAX_CHOICES} in all allowed",
+            f"prompt: {count} prompts with {choices} choices each; {MAX_CHOICES} in all allowed",
             field="prompt",
         )
-    return msgspec.convert(prompt, list[str | list[int]])
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -246,7 +246,8 @@ class Common(ChainFields, frozen=True, kw_only=True):
 
 class CompletionRequest(Common, frozen=True, kw_only=True):
     """POST /v1/completions. `prompt`: one text or list of ids, or several of either (1024 at most).
-    `source_language`, `target_language`: of a translator, by the codes of its vocabulary."""
+    `prompt_embeds`: prompts as vectors, which come first. `source_language`, `target_language`: of
+    a translator, by the codes of its vocabulary."""
 
     prompt: (
         str
@@ -254,7 +255,9 @@ class CompletionRequest(Common, frozen=True, kw_only=True):
             list[str | TokenId | Annotated[list[TokenId], Meta(min_length=1)]],
             Meta(min_length=1),
         ]
-    )
+        | None
+    ) = None
+    prompt_embeds: str | Annotated[list[str], Meta(min_length=1)] | None = None
     best_of: Annotated[int, Meta(ge=1)] | None = None
     echo: bool | None = None
     logprobs: NumScores | None = None
@@ -309,7 +312,6 @@ class ChatRequest(Common, frozen=True, kw_only=True):
 
 
 REFUSED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    "prompt_embeds": (bool, "prompt embeddings are not accepted"),
     "modalities": (
         lambda value: isinstance(value, list) and "audio" in value,
         "this model cannot answer with audio; allowed: ['text']",
@@ -329,6 +331,7 @@ REFUSED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 
 
 REFUSED_IN_CHAT: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "prompt_embeds": (bool, "vectors are parts of messages: type prompt_embeds"),
     **{field: rule for field, rule in REFUSED.items() if field != "mm_processor_kwargs"},
     "best_of": (lambda value: value not in (None, 1), "not supported in chat; send n"),
     "suffix": (bool, "not supported in chat; /v1/completions inserts before a suffix"),

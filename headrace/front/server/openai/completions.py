@@ -107,6 +107,7 @@ async def post_completions(context: RequestContext, document: Any) -> Response:
                 run,
                 label=f"{label}-{i}" if i else label,
                 structure=structure,
+                media=p.media,
             )
             for i, p in enumerate(prompts)
         ],
