@@ -97,12 +97,13 @@ def drafters(folder: Path) -> dict[str, dict[str, Any]]:
     from tests.back.speculative.test_blocks import pard_folder
 
     more = {"num_speculative_tokens": DRAFTS, "adaptive": False}
-    for kind, name in (("eagle", "eagle"), ("medusa", "medusa-shared"), ("dflash", "dflash")):
-        save_head(folder / kind, name)
+    untrained = ("eagle", "medusa", "mlp_speculator", "dflash")
+    for kind in untrained:
+        save_head(folder / kind, "medusa-shared" if kind == "medusa" else kind)
     folders = {
         **{"draft_model": DEMO / "model", "pard": pard_folder(folder / "pard")},
         **{"eagle3": DEMO / "drafters" / "eagle3", "mtp": DEMO / "drafters" / "mtp"},
-        **{kind: folder / kind for kind in ("eagle", "medusa", "dflash")},
+        **{kind: folder / kind for kind in untrained},
     }
     texts = {
         "ngram": {"method": "ngram", "prompt_lookup_min": 1, **more},

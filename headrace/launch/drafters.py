@@ -22,7 +22,15 @@ from headrace.base.errors import ConfigError
 from headrace.launch.locate import LocatedModel, locate
 from headrace.launch.model_facts import ModelFacts, read_model_facts
 
-NETWORK_METHODS: Final = ("draft_model", "eagle", "eagle3", "mtp", "medusa", "dflash")
+NETWORK_METHODS: Final = (
+    "draft_model",
+    "eagle",
+    "eagle3",
+    "mtp",
+    "medusa",
+    "mlp_speculator",
+    "dflash",
+)
 """Those that have weights."""
 ALIASES: Final = {
     "ngram_gpu": "ngram",
@@ -44,7 +52,6 @@ INSTEAD: Final = {
     "dspark": "eagle3 or mtp",
     "extract_hidden_states": "the headrace library's hidden states of pooling",
     "lookahead": "ngram",
-    "mlp_speculator": "eagle3 or draft_model",
     "custom_class": "ngram, or a network of a known kind",
 }
 """Methods of other servers that are not here -> what to take."""
@@ -154,6 +161,8 @@ def _kind(config: Mapping[str, Any]) -> str:
         return "eagle3"
     if "eagle" in named:
         return "eagle"
+    if "mlp_speculator" in f"{config.get('model_type', '')}" or "mlpspeculator" in named:
+        return "mlp_speculator"
     for kind in ("mtp", "dflash", "medusa"):
         if kind in f"{named} {config.get('model_type', '')}".lower():
             return kind

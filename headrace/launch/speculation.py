@@ -32,6 +32,7 @@ DRAFTS = {
     "eagle3": 4,
     "mtp": 3,
     "medusa": 3,
+    "mlp_speculator": 3,
     "dflash": 15,
 }
 """Drafts of a row, where the options leave it open."""
@@ -104,7 +105,11 @@ def _suffix(requested: SpeculationOptions) -> SuffixSpec:
 def _drafts(method: str, draft: DraftCheckpoint | None) -> int:
     """As many as the method is good for, and its checkpoint."""
     config = {} if draft is None else draft.config
-    most = {"dflash": int(config.get("block_size") or 16) - 1, "medusa": config.get("num_heads")}
+    most = {
+        "dflash": int(config.get("block_size") or 16) - 1,
+        "medusa": config.get("num_heads"),
+        "mlp_speculator": config.get("n_predict"),
+    }
     drafts = DRAFTS.get(method, 4)  # of an extension
     return min(drafts, int(most.get(method) or drafts))
 
@@ -157,6 +162,8 @@ def _check_sizes(draft: DraftCheckpoint, model: ModelFacts) -> None:
         ("vocab_size", model.logits_width, "vocabulary"),
     ):
         theirs = config.get(key)
+        if theirs is None and key == "hidden_size":
+            theirs = config.get("emb_dim")
         if theirs != ours:
             raise refused(
                 f"{draft.path}: {key} is {theirs!r}, but the model's {what} is {ours}; a head "

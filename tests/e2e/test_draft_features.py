@@ -29,7 +29,18 @@ pytestmark = [
     ),
 ]
 DEMO = Path(__file__).parents[2] / "demo"
-KINDS = ("ngram", "suffix", "draft_model", "pard", "eagle3", "mtp", "eagle", "medusa", "dflash")
+KINDS = (
+    "ngram",
+    "suffix",
+    "draft_model",
+    "pard",
+    "eagle3",
+    "mtp",
+    "eagle",
+    "medusa",
+    "mlp_speculator",
+    "dflash",
+)
 PROMPTS = [
     "Once upon a time there was a little dog who ran and ran and ran and",
     "The cat sat on the mat. The dog sat on the",

@@ -60,12 +60,14 @@ class DFlashHead:
     """A `DraftNetwork` (network.py) over `target`, which is loaded."""
 
     shift = 0
+    chained = True
     offset_D = None
 
     def __init__(self, scope: Scope, spec: DFlashSpec, target: Decoder) -> None:
         self._scope, self._target = scope, target
         sizes = spec.sizes
-        self.width, self.taps, self.dtype = sizes.width, spec.taps, scope.dtype
+        self.width = self.kept = sizes.width
+        self.taps, self.dtype = spec.taps, scope.dtype
         self.block = BlockDrafts(mask=spec.mask, whole=True)
         self._fc = WholeLinear(scope / "fc", len(spec.taps) * sizes.width, sizes.width)
         self._context_norm = RMS.build(scope / "hidden_norm", sizes.width, eps=sizes.eps)
@@ -98,7 +100,7 @@ class DFlashHead:
         return context_TE
 
     def draft(
-        self, token_R: torch.Tensor, hidden_RE: torch.Tensor | None, batch: Batch
+        self, token_R: torch.Tensor, hidden_RE: torch.Tensor | None, batch: Batch, number: int
     ) -> torch.Tensor:
         """See DraftNetwork: over all places of a block."""
         branch_QE: Branch = None

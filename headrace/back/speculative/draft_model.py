@@ -17,6 +17,7 @@ class DraftModel:
     """See the top of the file. `model` is loaded."""
 
     shift = 0
+    chained = True
     taps: tuple[int, ...] = ()
     offset_D = None
 
@@ -30,7 +31,7 @@ class DraftModel:
         self._model = model
         self.block = block
         self.kv_forms = model.kv_forms
-        self.width = model.spec.sizes.width
+        self.width = self.kept = model.spec.sizes.width
         self.dtype = dtype
         self._greedy = GREEDY.choose(GreedyProblem(device=device.type)).bind()
 
@@ -41,7 +42,7 @@ class DraftModel:
         return self._model.forward(batch)
 
     def draft(
-        self, token_R: torch.Tensor, hidden_RE: torch.Tensor | None, batch: Batch
+        self, token_R: torch.Tensor, hidden_RE: torch.Tensor | None, batch: Batch, number: int
     ) -> torch.Tensor:
         """See DraftNetwork."""
         return self._model.forward(batch)

@@ -62,10 +62,11 @@ class DraftHead:
 
     shift = 1
     block = None
+    chained = True
 
     def __init__(self, scope: Scope, spec: HeadSpec, target: Decoder) -> None:
         self._scope, self._spec, self._target = scope, spec, target
-        self.width = width = spec.sizes.width
+        self.width = self.kept = width = spec.sizes.width
         self.taps = spec.taps
         self.dtype = scope.dtype
         self._fc: WholeLinear | None = None
@@ -113,7 +114,7 @@ class DraftHead:
         return self._run(token_T, hidden_TE, batch)
 
     def draft(
-        self, token_R: torch.Tensor, hidden_RE: torch.Tensor | None, batch: Batch
+        self, token_R: torch.Tensor, hidden_RE: torch.Tensor | None, batch: Batch, number: int
     ) -> torch.Tensor:
         """See DraftNetwork."""
         assert hidden_RE is not None

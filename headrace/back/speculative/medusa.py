@@ -56,13 +56,15 @@ class MedusaHeads:
 
     shift = 1
     block = None
+    chained = False
     taps = (LAST,)
     kv_forms: tuple[CacheForm, ...] = ()
     offset_D = None
 
     def __init__(self, scope: Scope, spec: MedusaSpec, target: Decoder) -> None:
         self._scope, self._spec, self._target = scope, spec, target
-        self.width, self.dtype = spec.width, scope.dtype
+        self.width = self.kept = spec.width
+        self.dtype = scope.dtype
         self._blocks = [
             [
                 WholeLinear(
@@ -104,7 +106,7 @@ class MedusaHeads:
         return seen_TX
 
     def draft(
-        self, token_R: torch.Tensor, hidden_RE: torch.Tensor | None, batch: Batch
+        self, token_R: torch.Tensor, hidden_RE: torch.Tensor | None, batch: Batch, number: int
     ) -> torch.Tensor:
         """Nobody asks for it: heads without caches read no drafts."""
         raise AssertionError("it has no passes")

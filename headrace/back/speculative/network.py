@@ -71,6 +71,8 @@ class DraftNetwork(Protocol):
                nowhere
     width      E; what it sees at each place is as wide
     kv_forms   its caches, numbered from 0
+    kept       width of what is kept of a row (heads), and that a pass hands to the next
+    chained    whether a pass reads the draft of the one before; else all come of what was kept
     block      drafts come of one pass over a block; None: pass by pass
     offset_D   int64 [D]: what is added to a token of its own vocabulary to have the model's; None:
                they are the same
@@ -81,6 +83,8 @@ class DraftNetwork(Protocol):
     width: int
     dtype: torch.dtype
     kv_forms: tuple[CacheForm, ...]
+    kept: int
+    chained: bool
     block: BlockDrafts | None
     offset_D: torch.Tensor | None
 
@@ -92,10 +96,10 @@ class DraftNetwork(Protocol):
         ...
 
     def draft(
-        self, token_R: torch.Tensor, hidden_RE: torch.Tensor | None, batch: Batch
+        self, token_R: torch.Tensor, hidden_RE: torch.Tensor | None, batch: Batch, number: int
     ) -> torch.Tensor:
-        """A pass over one token of each row, behind one that gave `hidden_RE`; its own [R, E]. Over
-        a block: over all its places, [Q * R, E]."""
+        """The pass for the draft of this number (from 0 on) over one token of each row, behind one
+        that gave `hidden_RE`; its own [R, kept]. Over a block: over all its places, [Q * R, E]."""
         ...
 
     def top(self, hidden_RE: torch.Tensor, draft: int) -> torch.Tensor:
@@ -165,7 +169,7 @@ class NetworkDrafter:
         self._chosen = decisions(choices)
         new = {"dtype": network.dtype, "device": place.device}
         rows = place.max_rows + 1
-        self._state_ME = torch.zeros(rows, network.width, **new)
+        self._state_ME = torch.zeros(rows, network.kept, **new)
         self._token_T = torch.zeros(place.max_tokens, dtype=torch.int64, device=place.device)
         self._out: dict[tuple[int, int], tuple[DraftInputs, Batch]] = {}
 
@@ -242,13 +246,13 @@ class NetworkDrafter:
         network, rows = self._network, row_R.shape[0]
         hidden_RE: torch.Tensor | None = None
         if network.shift:
-            hidden_RE = self._state_ME.new_empty(rows, network.width)
+            hidden_RE = self._state_ME.new_empty(rows, network.kept)
             self._take(row_R, self._state_ME, hidden_RE)
         out, batch = self._pass_inputs(rows, tables)
         for i in range(most):
-            if (i or hidden_RE is None) and network.kv_forms:
+            if (i or hidden_RE is None) and network.chained:
                 self._inputs(row_R, query_start_R1, tables, out, i)
-                hidden_RE = network.draft(out.token_R, hidden_RE, batch)
+                hidden_RE = network.draft(out.token_R, hidden_RE, batch, i)
             assert hidden_RE is not None
             token_R = self._top(hidden_RE, i)
             self._put(row_R, query_start_R1, token_R, network.offset_D, tables, i + 1)
@@ -271,7 +275,7 @@ class NetworkDrafter:
         network, rows = self._network, row_R.shape[0]
         out, batch = self._pass_inputs(rows, tables, most + block.more)
         self._inputs(row_R, query_start_R1, tables, out, block.mask, block.more)
-        hidden_QE = network.draft(out.token_R, None, batch)
+        hidden_QE = network.draft(out.token_R, None, batch, 0)
         token_Q = self._top(hidden_QE[rows * block.more :], 0)
         for i in range(most):
             token_R = token_Q[i * rows : (i + 1) * rows]

@@ -40,6 +40,7 @@ from headrace.back.speculative.drafter_place import (
 )
 from headrace.back.speculative.heads import DraftHead, HeadSpec, PairLayerSpec
 from headrace.back.speculative.medusa import load_medusa
+from headrace.back.speculative.mlp_speculator import load_mlp_speculator
 from headrace.back.speculative.network import BlockDrafts, DraftNetwork
 from headrace.base.config.hf import ConfigReader
 from headrace.base.config.resolved import SpeculationSpec
@@ -271,6 +272,7 @@ NETWORKS: dict[str, Callable[[DrafterPlace], tuple[DraftNetwork, LoadReport]]] =
     "eagle": _eagle,
     "mtp": _mtp,
     "medusa": load_medusa,
+    "mlp_speculator": load_mlp_speculator,
     "dflash": load_dflash,
 }
 """`SpeculationSpec.method` -> what loads its network."""

@@ -26,13 +26,22 @@ CONFIG: dict[str, Any] = {
     "max_position_embeddings": 8192,
 }
 KNOWN = 500
+CHAIN = 256
+CHAIN_KEYS = {
+    "architectures": ["MLPSpeculatorPreTrainedModel"],
+    "model_type": "mlp_speculator",
+    "hidden_size": None,
+    "emb_dim": WIDTH,
+    "inner_dim": CHAIN,
+    "n_predict": 3,
+}
 MASK = 4000
 
 
 def save_head(folder: Path, kind: str, **changes: Any) -> dict[str, torch.Tensor]:
-    """Writes the head of a kind: "eagle3", "eagle3-shared" (no output head of its own), "eagle",
-    "mtp", "medusa" (with output heads), "medusa-shared" (by its authors' names) or "dflash"; its
-    tensors in float32. `changes`: to its config."""
+    """Writes the head of a kind (a row of MAKE): "eagle3-shared" has no output head of its own,
+    "medusa" has some, "medusa-shared" is by its authors' names. Its tensors in float32. `changes`:
+    to its config."""
     torch.manual_seed(len(kind))
     tensors = MAKE[kind]()
     tensors = {name: weight.contiguous() for name, weight in tensors.items()}
@@ -115,6 +124,23 @@ def _medusa_shared() -> dict[str, torch.Tensor]:
     return tensors
 
 
+def _chain(*, tied: bool = False) -> dict[str, torch.Tensor]:
+    """Three heads, with states of another width."""
+    tensors = {}
+    for head in range(3):
+        own = {
+            f"emb.{head}.weight": _matrix(TOKENS, CHAIN),
+            f"head.{head}.weight": _matrix(TOKENS, CHAIN),
+            f"ln.{head}.weight": 1 + 0.3 * torch.randn(CHAIN),
+            f"ln.{head}.bias": 0.3 * torch.randn(CHAIN),
+        }
+        if head == 0 or not tied:
+            tensors |= own
+        if head < 2 or not tied:
+            tensors[f"proj.{head}.weight"] = _matrix(CHAIN, CHAIN if head else WIDTH)
+    return {f"speculator.{name}": tensor for name, tensor in tensors.items()}
+
+
 def _dflash() -> dict[str, torch.Tensor]:
     tensors = {
         "fc.weight": _matrix(WIDTH, 2 * WIDTH),
@@ -138,8 +164,12 @@ MAKE = {
     "medusa": _medusa,
     "medusa-shared": _medusa_shared,
     "dflash": _dflash,
+    "mlp_speculator": _chain,
+    "mlp_speculator-tied": lambda: _chain(tied=True),
 }
 OWN_KEYS: dict[str, dict[str, Any]] = {
+    "mlp_speculator": CHAIN_KEYS,
+    "mlp_speculator-tied": {**CHAIN_KEYS, "tie_weights": True, "scale_input": True},
     "eagle3": {"draft_vocab_size": KNOWN},
     "eagle3-shared": {
         "draft_vocab_size": KNOWN,

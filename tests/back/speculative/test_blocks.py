@@ -85,7 +85,33 @@ def dflash(w: dict[str, torch.Tensor], model: Any, text: list[int], count: int) 
     return [int(one) for one in (drafted @ table.T).argmax(-1)]
 
 
-FORMULAS = {"medusa": medusa, "medusa-shared": medusa, "dflash": dflash}
+def chain(w: dict[str, torch.Tensor], model: Any, text: list[int], count: int) -> list[int]:
+    """Each head reads the state of the one before and the token that this one said."""
+    out = model(torch.tensor([text]), output_hidden_states=True)
+    state, token, drafts = out.hidden_states[-1][0, -2], text[-1], list[int]()
+    tied = "speculator.proj.2.weight" not in w
+    if tied:
+        state = norm(state, torch.ones_like(state)) / 2**0.5
+    share = 0.5 ** (0.5 / 3)
+    for head in range(count):
+        own = 0 if tied else head
+        proj = w[f"speculator.proj.{min(head, 1) if tied else head}.weight"]
+        table = w[f"speculator.emb.{own}.weight"]
+        factor = ((1 - share**2) * (proj.shape[0] / 2)) ** 0.5 / share
+        state = norm(proj @ state + factor * table[token], w[f"speculator.ln.{own}.weight"])
+        state = F.gelu(state + w[f"speculator.ln.{own}.bias"])
+        token = int((w[f"speculator.head.{own}.weight"] @ state).argmax())
+        drafts.append(token)
+    return drafts
+
+
+FORMULAS = {
+    "medusa": medusa,
+    "medusa-shared": medusa,
+    "dflash": dflash,
+    "mlp_speculator": chain,
+    "mlp_speculator-tied": chain,
+}
 
 
 @pytest.mark.parametrize("kind", list(FORMULAS))
