@@ -7,8 +7,7 @@ needs torch, so that `headrace plan` answers for a model that does not fit this 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,6 +18,7 @@ from headrace.back.models.cached_layers import (
     TWO_ATTENTIONS,
     indexed_layers,
     kv_heads_of,
+    whole_cache_heads,
 )
 from headrace.back.models.encoder_families import ENCODERS, HEADLESS, JUDGES, reserved_positions
 from headrace.back.models.families import (
@@ -33,8 +33,7 @@ from headrace.back.models.published_families import refuse_not_built
 from headrace.back.models.recurrent_families import RECURRENT
 from headrace.back.models.text_parts import TEXT_SECTIONS
 from headrace.back.models.vlm_inside import inside_vlm, is_late_vision
-from headrace.base.config.checkpoint_parts import all_weight_files
-from headrace.base.config.gguf import GGUFFile, read_gguf
+from headrace.base.config.gguf import read_gguf
 from headrace.base.config.gguf_config import gguf_config, gguf_generation
 from headrace.base.config.gguf_vision import seeing_config
 from headrace.base.config.hf import REQUIRED, ConfigReader, read_json
@@ -42,9 +41,6 @@ from headrace.base.config.layer_count import num_layers
 from headrace.base.config.media import MediaSpec, SoundSettings
 from headrace.base.config.pooling import DenseSpec, PoolingSpec
 from headrace.base.config.quantization_formats import stored_quantization
-from headrace.base.config.quantized_tensors import QuantizedTensor, find_quantized
-from headrace.base.config.safetensors_header import StoredTensor
-from headrace.base.config.tensorizer_header import read_weights_header
 from headrace.front.media.processors.families import read_media
 from headrace.front.media.processors.speech_families import read_speech
 from headrace.launch.config_files import read_config
@@ -59,13 +55,17 @@ from headrace.launch.layer_windows import layer_windows
 from headrace.launch.locate import LocatedModel
 from headrace.launch.pooling_facts import as_filed, labels_of, read_pooling
 from headrace.launch.published_pooling import head_of, modules_of
+from headrace.launch.stored_weights import (
+    DTYPE_BYTES,
+    Stored,
+    gguf_stored,
+    safetensors_stored,
+)
 
-DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 LONGEST_RECURRENT: Final = 131_072
 """Context of families whose state does not grow and whose config states none."""
 MAX_POSITIONS: Final = 1 << 24
 """Longest context believed (the longest published is 10 million); rotary tables are sized by it."""
-_STORED_DTYPES: Final = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,7 +78,8 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     `bare` are ModelSpec's; `encodes`: attention in both directions, no KV cache. Of an
     encoder-decoder all sizes are its decoder's; `encoder_tokens`: the most its encoder reads;
     `decoder_start`: what its decoder begins with.
-    `vision_path`: see ModelSpec.
+    `vision_path`: see ModelSpec. `cache_heads`: the KV heads of layers that keep whole sequences,
+    each number once; empty where only the family knows.
     `generation_defaults` are the entries of generation_config.json as they stand there.
     """
 
@@ -118,6 +119,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     vision_path: str | None = None
     hears: SoundSettings | None = None
     speech_prompt: str = ""
+    cache_heads: tuple[int, ...] = ()
 
     @property
     def has_encoder(self) -> bool:
@@ -133,7 +135,7 @@ def read_model_facts(located: LocatedModel, *, family: str = "auto") -> ModelFac
     generation_path = located.path / "generation_config.json"
     generation = read_json(generation_path) if generation_path.is_file() else {}
     unread = located.format in ("dummy", "sharded_state") or located.remote
-    stored = None if unread else _safetensors_stored(located.path, config)
+    stored = None if unread else safetensors_stored(located.path, config)
     facts = describe(located, config, generation, stored, family=family)
     whole = inside_vlm(config) if is_late_vision(config) else config
     return msgspec.structs.replace(facts, media=read_media(located.path, whole))
@@ -143,12 +145,12 @@ def _gguf_facts(located: LocatedModel, family: str) -> ModelFacts:
     """Of a GGUF file, and the one of its tower."""
     file, vision = read_gguf(located.path), located.vision
     config = gguf_config(file) if vision is None else seeing_config(located.path, vision)
-    facts = describe(located, config, gguf_generation(file), _gguf_stored(file), family=family)
+    facts = describe(located, config, gguf_generation(file), gguf_stored(file), family=family)
     template, pooling = file.text("tokenizer.chat_template"), as_filed(facts.pooling, file)
     facts = msgspec.structs.replace(facts, chat_template=template, pooling=pooling)
     if vision is None:
         return facts
-    seen = _gguf_stored(read_gguf(vision))
+    seen = gguf_stored(read_gguf(vision))
     return msgspec.structs.replace(
         facts,
         media=read_media(located.path, config),
@@ -156,15 +158,6 @@ def _gguf_facts(located: LocatedModel, family: str) -> ModelFacts:
         num_params=facts.num_params + seen.num_params,
         weight_bytes=facts.weight_bytes + seen.num_bytes,
     )
-
-
-class Stored(msgspec.Struct, frozen=True, kw_only=True):
-    """What the files hold: parameters, bytes, and the dtype most bytes have (None: quantized or
-    mixed)."""
-
-    num_params: int
-    num_bytes: int
-    dtype: str | None
 
 
 def describe(
@@ -180,10 +173,7 @@ def describe(
     where = f"{located.path}/config.json" if located.path.is_dir() else str(located.path)
     named = architecture_of(config) if family == "auto" else Architecture(family=family)
     chosen = named.family
-    if located.format == "safetensors":
-        stored_quantization(config, where)
-    if chosen == FALLBACK:
-        refuse_not_built(config, where)
+    _refuse_unreadable(located.format, chosen, config, where)
     whole = ConfigReader(config, where)
     reader = _text_part(whole, named)
     layers, hidden = num_layers(reader), reader.int("hidden_size", aliases=WIDTH, ge=1)
@@ -215,6 +205,7 @@ def describe(
         windows=layer_windows(reader, chosen, layers),
         num_params=num_params,
         weight_bytes=stored.num_bytes if stored else num_params * DTYPE_BYTES[dtype],
+        cache_heads=whole_cache_heads(chosen, reader, heads),
         kv_bytes_per_token=_kv_bytes(chosen, reader, layers, kv_heads, head_dim, dtype),
         tokenizer_path=str(located.path),
         generation_defaults=dict(generation),
@@ -227,6 +218,14 @@ def describe(
         unattended_expansion=bool(modules and modules.unattended),
     )
     return with_encoder(facts, reader, generation, whole) if is_encoder_decoder(named) else facts
+
+
+def _refuse_unreadable(form: str, family: str, config: dict[str, Any], where: str) -> None:
+    """CheckpointError for weights stored, or a family made, in a way that nothing here reads."""
+    if form == "safetensors":
+        stored_quantization(config, where)
+    if family == FALLBACK:
+        refuse_not_built(config, where)
 
 
 def with_encoder(
@@ -326,64 +325,3 @@ def _inner(reader: ConfigReader, default: int) -> int:
         sizes = reader.list("intermediate_size", of=int)
         return sum(sizes) // max(1, len(sizes))
     return reader.int("intermediate_size", default, aliases=("n_inner",), ge=1)
-
-
-def _safetensors_stored(folder: Path, config: Mapping[str, Any]) -> Stored:
-    headers: dict[str, StoredTensor] = {}
-    files = all_weight_files(folder, config)
-    for path in files.files:
-        prefix = files.prefixes.get(path, "")
-        headers |= {prefix + name: one for name, one in read_weights_header(path).items()}
-    quantization = stored_quantization(config, f"{folder}/config.json")
-    if quantization is None:
-        return _stored(headers.values())
-    tensors = find_quantized(
-        quantization, headers, lambda name: _content(headers[name]), str(folder)
-    )
-    hidden = tensors.claimed | tensors.activation_scales
-    plain = _stored(tensor for name, tensor in headers.items() if name not in hidden)
-    count = sum(math.prod(weight.shape) for weight in tensors.weights.values())
-    dtype_bytes = DTYPE_BYTES[plain.dtype or "bfloat16"]
-    kept = sum(_in_memory(one, headers, dtype_bytes) for one in tensors.weights.values())
-    return Stored(
-        num_params=plain.num_params + count, num_bytes=plain.num_bytes + kept, dtype=plain.dtype
-    )
-
-
-def _in_memory(
-    weight: QuantizedTensor, headers: Mapping[str, StoredTensor], dtype_bytes: int
-) -> int:
-    """About what a quantized weight takes once loaded: as stored, or as floats where no device's
-    kernels read it (which ones this device has, the workers see)."""
-    if not weight.stays_quantized:
-        return math.prod(weight.shape) * dtype_bytes
-    # kernels' scales take more than stored ones: of MXFP4 2 bytes for 1
-    wider = 1.07 * weight.kept_bits / weight.numbers.bits
-    if "bitmask" in weight.members:
-        wider *= 2  # half of the numbers are stored
-    return int(sum(headers[name].num_bytes for name in set(weight.members.values())) * wider)
-
-
-def _content(tensor: StoredTensor) -> bytes:
-    with tensor.path.open("rb") as file:
-        file.seek(tensor.offset)
-        return file.read(tensor.num_bytes)
-
-
-def _stored(tensors: Iterable[StoredTensor]) -> Stored:
-    sizes: dict[str, int] = {}
-    count = 0
-    for tensor in tensors:
-        sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.num_bytes
-        count += math.prod(tensor.shape)
-    most = max(sizes, key=lambda name: sizes[name], default="")
-    return Stored(num_params=count, num_bytes=sum(sizes.values()), dtype=_STORED_DTYPES.get(most))
-
-
-def _gguf_stored(file: GGUFFile) -> Stored:
-    tensors = file.tensors.values()
-    return Stored(
-        num_params=sum(math.prod(tensor.shape) for tensor in tensors),
-        num_bytes=sum(tensor.num_bytes for tensor in tensors),
-        dtype=None,
-    )

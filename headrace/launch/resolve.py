@@ -93,7 +93,7 @@ def resolve(
     """The resolved tree; ConfigError where options contradict each other, model or machine.
     `draft`: the weights that draft, where there are any."""
     choose = Chooser()
-    device_spec = resolve_device(options, machine, choose)
+    device_spec = resolve_device(options, model, machine, choose)
     dtype = choose.pick("--dtype", options.model.dtype, model.dtype, "the checkpoint's type")
     text = text_spec(options, model, choose)
     max_model_len, names = text.max_model_len, text.model_names

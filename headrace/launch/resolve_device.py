@@ -11,6 +11,7 @@ from headrace.base.config.units import parse_bytes
 from headrace.base.errors import ConfigError
 from headrace.launch.chooser import Chooser
 from headrace.launch.cpu_binding import bound_cpus
+from headrace.launch.model_facts import ModelFacts
 from headrace.launch.shared_context import context_spec
 
 CUDA_MEMORY_SHARE = 0.92
@@ -33,7 +34,9 @@ class MachineFacts(msgspec.Struct, frozen=True, kw_only=True):
     placed: str = ""
 
 
-def resolve_device(options: Options, machine: MachineFacts, choose: Chooser) -> DeviceSpec:
+def resolve_device(
+    options: Options, model: ModelFacts, machine: MachineFacts, choose: Chooser
+) -> DeviceSpec:
     """The device's part of the tree; ConfigError for what the machine does not have."""
     requested = options.device
     kind = choose.pick("--device", requested.device, machine.kind, f"{machine.count} found")
@@ -83,7 +86,7 @@ def resolve_device(options: Options, machine: MachineFacts, choose: Chooser) -> 
         sequence_parallel=requested.sequence_parallel,
         expert_parallel=requested.enable_expert_parallel,
         token_exchange=requested.all2all_backend,
-        context=context_spec(options),
+        context=context_spec(options, model),
         threads=threads,
         memory_bytes=_gpu_bytes(requested.gpu_memory, kind, executor, machine, choose),
         cpus=cpus,

@@ -15,11 +15,10 @@ from headrace.base.errors import CheckpointError
 from headrace.launch.locate import LocatedModel
 from headrace.launch.model_facts import (
     ModelFacts,
-    Stored,
-    _safetensors_stored,
     describe,
     read_model_facts,
 )
+from headrace.launch.stored_weights import Stored, safetensors_stored
 from tests.back.models.load.checkpoints import MODELS, save, tiny_model, write_gguf
 
 CONFIG: dict[str, Any] = {
@@ -52,6 +51,16 @@ def test_sizes_are_read() -> None:
         "LlamaForCausalLM",
     )
     assert found.kv_bytes_per_token == 2 * 3 * 2 * 8 * 2
+
+
+def test_the_heads_of_whole_caches_are_known_or_left_to_the_family() -> None:
+    assert facts().cache_heads == (2,)
+    assert facts(num_key_value_heads=None).cache_heads == (8,)
+    latents = facts(architectures=["DeepseekV3ForCausalLM"], kv_lora_rank=24, qk_rope_head_dim=6)
+    assert latents.cache_heads == (1,)
+    assert facts(num_key_value_heads_per_layer=[2, 0, 4]).cache_heads == (2, 4)
+    assert facts(num_global_key_value_heads=1).cache_heads == ()
+    assert facts(architectures=["XlmRobertaModel"]).cache_heads == ()
 
 
 def test_kv_bytes_are_those_of_what_the_family_keeps() -> None:
@@ -215,6 +224,6 @@ def test_weights_that_stay_quantized_count_as_they_are_stored(tmp_path: Path) ->
         "m.norm.weight": torch.zeros(8, dtype=torch.bfloat16),
     }
     save_file(tensors, tmp_path / "model.safetensors")
-    found = _safetensors_stored(tmp_path, {"quantization_config": {"quant_method": "mxfp4"}})
+    found = safetensors_stored(tmp_path, {"quantization_config": {"quant_method": "mxfp4"}})
     assert found.num_params == 2 * 64 * 64 + 8
     assert found.num_bytes == 16 + int(2 * 64 * 2 * 17 * 1.07)

@@ -7,8 +7,10 @@ import re
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from headrace.base.config.tree import Options
 from headrace.base.errors import ConfigError
 from headrace.launch.feature_pairs import ShownPair
 from headrace.launch.parallel_modes import (
@@ -19,7 +21,8 @@ from headrace.launch.parallel_modes import (
     features_page,
     pairs,
 )
-from tests.launch.test_resolve import CPU, CUDA, SHARED_CONTEXT, resolved
+from headrace.launch.resolve import resolve
+from tests.launch.test_resolve import CPU, CUDA, MODEL, SHARED_CONTEXT, resolved
 
 TESTS = Path(__file__).parents[1]
 
@@ -84,6 +87,32 @@ def test_what_sharing_out_the_context_does_not_go_with_is_named() -> None:
         for device in ({}, SHARED_CONTEXT)
     ]
     assert lengths == [10 * 16, 2 * 10 * 16], "so many times the context fits"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "size", "heads", "words"),
+    [
+        (2, 2, (2,), "the 2 KV heads of a layer a multiple of 2 times; allowed: 1, or raise"),
+        (8, 8, (2,), "allowed: 2, 4, or raise --tensor-parallel to a multiple of 16"),
+        (4, 2, (1, 4), "2: the 4 devices of --tensor-parallel do not hold each of the 4 KV heads"),
+        (4, 2, (1, 2), None),
+        (4, 4, (1,), None),
+    ],
+)
+def test_ranks_share_out_only_what_several_of_them_hold(
+    ranks: int, size: int, heads: tuple[int, ...], words: str | None
+) -> None:
+    """PAR-02: known before a worker is started."""
+    device = {"tensor_parallel": ranks, "decode_context_parallel_size": size}
+    asked = msgspec.convert({"device": device}, Options)
+    model = msgspec.structs.replace(MODEL, cache_heads=heads)
+    if words is None:
+        spec = resolve(asked, model, CPU).engine.device.context
+        assert spec is not None and spec.ranks == size
+        return
+    with pytest.raises(ConfigError, match=re.escape(words)) as caught:
+        resolve(asked, model, CPU)
+    assert caught.value.field == "decode_context_parallel_size"
 
 
 def test_stages_are_resolved() -> None:

@@ -47,7 +47,7 @@ from headrace.back.parallel.mesh import (
 )
 from headrace.back.runner.results import LaunchedStep
 from headrace.base import extensions
-from headrace.base.errors import HeadraceError, StartError, WireError, to_wire
+from headrace.base.errors import ConfigError, HeadraceError, StartError, WireError, to_wire
 from headrace.base.telemetry import log as logs
 from headrace.base.wire.slots import KVOrder
 from headrace.base.wire.step import AdapterOrder, DeferredInputs, StepPlan
@@ -94,7 +94,9 @@ def serve(channel: Channel) -> None:
         mesh = join_mesh(begin)
         resident = build_resident(begin.spec, begin.loader, mesh)
     except Exception as error:
-        log.exception("rank %d could not start", begin.rank)
+        # A user's mistake is told in words; of ours the place is wanted too.
+        trace = not isinstance(error, ConfigError)
+        log.error("rank %d could not start: %s", begin.rank, error, exc_info=trace)
         return channel.send(TO_CORE.frame(WorkerFailed(None, _start_error(error))))
     plans: SimpleQueue[Order] = SimpleQueue()
     profiler = Profiler(begin.rank)

@@ -6,12 +6,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from headrace.back.models.encoder_families import ENCODERS
+from headrace.back.models.families import FALLBACK
 from headrace.back.models.recurrent_families import RECURRENT
 from headrace.base.config.hf import ConfigReader
 from headrace.base.config.index_choices import shared_layers
 
 KV_HEADS_LISTED = "num_key_value_heads_per_layer"
 """The KV heads of each layer, where they differ; 0: it does not attend."""
+OWN_HEADS = ("num_global_key_value_heads", "per_layer_config")
+"""Keys of configs whose layers with whole caches may have KV heads of their own."""
 RECURRENT_KINDS = frozenset({"mamba", "linear_attention", "conv", "recurrent"})
 """Kinds of layers, as config.json lists them, that keep a state and no cache per token."""
 CHOICES_SHARED = {
@@ -41,6 +45,19 @@ def kv_heads_of(family: str, config: ConfigReader, heads: int) -> int:
     if config.bool("new_decoder_architecture", False):
         return config.int("num_kv_heads", heads, aliases=("n_head_kv",), ge=1)
     return 1 if config.bool("multi_query", True) else heads
+
+
+def whole_cache_heads(family: str, config: ConfigReader, heads: int) -> tuple[int, ...]:
+    """The KV heads of layers that keep whole sequences, each number once, beside `heads` query
+    heads; 1 of latents, which all heads share. Empty where the config alone does not say."""
+    if family in ENCODERS | RECURRENT | {FALLBACK} or any(key in config for key in OWN_HEADS):
+        return ()
+    if config.int("kv_lora_rank", None, ge=1) is not None:
+        return (1,)
+    listed = config.list(KV_HEADS_LISTED, None, of=int)
+    if listed is not None:
+        return tuple(sorted({count for count in listed if count > 0}))
+    return (kv_heads_of(family, config, heads),)
 
 
 def layers_without_cache(family: str, config: Mapping[str, Any], layers: int) -> frozenset[int]:
