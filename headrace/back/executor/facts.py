@@ -29,9 +29,15 @@ def check_groups(facts: list[WorkerFacts]) -> None:
 
 
 def facts_of_all(facts: list[WorkerFacts]) -> WorkerFacts:
-    """What the workers state as one; the smallest KV pool counts."""
+    """What the workers state as one; the smallest pools of KV blocks and of snapshots count, as
+    stages with more recurrent layers have room for fewer of these."""
+    groups = tuple(
+        msgspec.structs.replace(same[0], num_slots=min(one.num_slots for one in same))
+        for same in zip(*(fact.groups for fact in facts), strict=True)
+    )
     return msgspec.structs.replace(
         facts[0],
+        groups=groups,
         num_blocks=min(fact.num_blocks for fact in facts),
         weight_bytes=sum(fact.weight_bytes for fact in facts),
         kv_bytes=sum(fact.kv_bytes for fact in facts),
