@@ -28,7 +28,8 @@ _ADAPTERS = "adapters are applied where the model runs"
 _COMPILED = "nothing is compiled by torch.compile"
 _RECORDED = "steps are recorded size by size as they are needed"
 _ONE_HOST = "one host serves: see --replicas and --tensor-parallel"
-_NO_EXPERT_RANKS = "expert parallelism is not part of headrace"
+_NO_TWO_BATCHES = "a step is one batch"
+_EXPERTS_FOLLOW = "--expert-rebalance-steps 3000 and --num-redundant-experts say so"
 _NO_CODE = "no code is named on the command line: see --extensions and docs/EXTENDING.md"
 _NO_TRANSFER = "transfer of KV blocks is not part of headrace"
 _METRICS = "docs/METRICS.md says what is measured, always"
@@ -84,7 +85,8 @@ _VLLM: Mapping[str, OtherFlag] = {
     "-dp": as_ours("--replicas", why="whole copies of the model, requests by load"),
     "--pipeline-parallel-size": as_ours("--pipeline-parallel"),
     "-pp": as_ours("--pipeline-parallel"),
-    "--enable-expert-parallel": refused(_NO_EXPERT_RANKS, 0),
+    "--enable-expert-parallel": switch("--enable-expert-parallel"),
+    "-dcp": as_ours("--decode-context-parallel-size"),
     GPU_SHARE: as_ours("--gpu-memory", why="here a share of the memory that is free"),
     "--max-num-seqs": as_ours("--max-running"),
     "--max-num-batched-tokens": as_ours("--max-step-tokens"),
@@ -241,19 +243,16 @@ _VLLM: Mapping[str, OtherFlag] = {
     ),
     "--data-parallel-backend": by_value({"mp": ()}, _ONE_HOST),
     "--data-parallel-size-local": left_out(_ONE_HOST, ONE),
-    **rows(
-        "--decode-context-parallel-size -dcp --prefill-context-parallel-size",
-        by_value({"1": ()}, "only 1; use --tensor-parallel"),
-    ),
-    **rows(
-        "--enable-dbo --enable-eplb --enable-elastic-ep --ray-workers-use-nsight",
-        refused(_NO_EXPERT_RANKS, 0),
-    ),
-    **rows(
-        "--dbo-decode-token-threshold --eplb-config --num-redundant-experts "
-        "--expert-placement-strategy",
-        refused(_NO_EXPERT_RANKS),
-    ),
+    "--decode-context-parallel-size": as_ours("--decode-context-parallel-size"),
+    "--prefill-context-parallel-size": by_value({"1": ()}, "only 1; use --sequence-parallel"),
+    "--enable-dbo": refused(_NO_TWO_BATCHES, 0),
+    "--dbo-decode-token-threshold": refused(_NO_TWO_BATCHES),
+    "--enable-eplb": refused(_EXPERTS_FOLLOW, 0),
+    "--eplb-config": refused(_EXPERTS_FOLLOW),
+    "--num-redundant-experts": as_ours("--num-redundant-experts"),
+    "--expert-placement-strategy": by_value({"linear": ()}, _EXPERTS_FOLLOW),
+    "--enable-elastic-ep": refused("--replicas is the same as long as the server runs", 0),
+    "--ray-workers-use-nsight": refused("/start_profile records steps", 0),
     **rows(
         "--kv-offloading-size --kv-offloading-backend --kv-events-config --ec-transfer-config",
         refused(_NO_TRANSFER),

@@ -21,7 +21,7 @@ from headrace.launch.feature_pairs import (
     UnshownPair,
 )
 from headrace.launch.model_facts import ModelFacts
-from headrace.launch.rank_modes import EXPERTS, SHARED, beside_ranks, with_modes
+from headrace.launch.rank_modes import EXPERTS, FOLLOWING, SHARED, beside_ranks, with_modes
 
 ON_GPUS = False
 """Whether stages and parts of sequences may lie on GPUs: off, as they have run on CPUs alone."""
@@ -199,6 +199,7 @@ FEATURES: tuple[Feature, ...] = (
             PIPELINE: _STAGES,
         },
     ),
+    FOLLOWING,
     Feature(
         name="quantized KV cache",
         option="--kv-dtype",

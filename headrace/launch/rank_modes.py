@@ -8,7 +8,11 @@ from dataclasses import replace
 
 from headrace.launch.feature_pairs import Entry, Feature, RefusedPair, ShownPair, UnshownPair
 
+_EXPERT_RANKS = ShownPair(
+    "e2e/test_expert_ranks.py::test_ranks_with_whole_experts_answer_as_one_worker"
+)
 _MODELS = "back/parallel/test_context.py::"
+MOVING = "experts that follow their loads"
 _SAME_EXPERTS = UnshownPair("ranks add up what they do without it")
 _SAME_CONTEXT = UnshownPair("it is blind to where a token's keys lie")
 _OF_EXPERTS: Mapping[str, Entry] = {
@@ -18,6 +22,9 @@ _OF_EXPERTS: Mapping[str, Entry] = {
     "pipeline parallelism": ShownPair("e2e/test_pipeline.py::test_stages_answer_as_one_worker"),
     "decode context parallelism": UnshownPair("one is of mixtures, the other of caches"),
     "GPUs": UnshownPair("kernels check slots without an expert at start; it takes several GPUs"),
+    MOVING: _EXPERT_RANKS,
+    "drafts by prompt lookup": _EXPERT_RANKS,
+    "drafters with weights": _EXPERT_RANKS,
     "adapters": UnshownPair("those of experts are refused by name, others are as without"),
     "quantized weights": ShownPair(
         "back/layers/moe/test_split.py::test_quantized_experts_are_those_of_one_rank"
@@ -54,6 +61,13 @@ EXPERTS = Feature(
     wanted=lambda start: start.options.device.enable_expert_parallel,
     beside={},
 )
+FOLLOWING = Feature(
+    name=MOVING,
+    option="--expert-rebalance-steps, --num-redundant-experts",
+    wanted=lambda start: start.engine.device.expert_balance is not None,
+    beside={"tensor parallelism": _EXPERT_RANKS, "pipeline parallelism": _EXPERT_RANKS},
+)
+"""A row of features: what becomes of whole experts."""
 SHARED = Feature(
     name="decode context parallelism",
     option="--decode-context-parallel-size",

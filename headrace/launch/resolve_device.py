@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from headrace.base.config.device_options import DeviceOptions
-from headrace.base.config.resolved import DeviceSpec
+from headrace.base.config.resolved import DeviceSpec, ExpertBalanceSpec
 from headrace.base.config.tree import Options
 from headrace.base.config.units import parse_bytes
 from headrace.base.errors import ConfigError
@@ -86,6 +86,7 @@ def resolve_device(
         sequence_parallel=requested.sequence_parallel,
         expert_parallel=requested.enable_expert_parallel,
         token_exchange=requested.all2all_backend,
+        expert_balance=_expert_balance(options, kind),
         context=context_spec(options, model),
         threads=threads,
         memory_bytes=_gpu_bytes(requested.gpu_memory, kind, executor, machine, choose),
@@ -137,6 +138,30 @@ def _check_shares(requested: DeviceOptions, world: int) -> None:
             "--enable-expert-parallel",
             field="all2all_backend",
         )
+
+
+def _expert_balance(options: Options, kind: str) -> ExpertBalanceSpec | None:
+    """How experts follow their loads; None: they do not."""
+    requested = options.device
+    redundant, steps = requested.num_redundant_experts, requested.expert_rebalance_steps
+    if not redundant and not steps:
+        return None
+    field = "num_redundant_experts" if redundant else "expert_rebalance_steps"
+    asked = f"--{field.replace('_', '-')} {redundant or steps}"
+    if not requested.enable_expert_parallel:
+        raise ConfigError(
+            f"{asked} is about whole experts, which devices have with --enable-expert-parallel",
+            field=field,
+        )
+    if kind == "cuda":
+        raise ConfigError(f"{asked}: experts have moved on CPUs alone so far", field=field)
+    if options.model.deterministic:
+        raise ConfigError(
+            f"{asked} does not go with --deterministic: which device computes an expert decides in "
+            "which order a token's sums are taken",
+            field=field,
+        )
+    return ExpertBalanceSpec(redundant=redundant, steps=steps)
 
 
 def _other_cpus(machine: MachineFacts, cpus: tuple[int, ...]) -> tuple[int, ...]:

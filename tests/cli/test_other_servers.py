@@ -96,8 +96,9 @@ def test_what_a_command_has_no_option_for_is_left_out() -> None:
     ]
     words, _ = translated(["M", "--enable-lora", "--lora-modules", "a=x", "b=y"], render.flags)
     assert words == ["M"]
-    with pytest.raises(ConfigError, match="expert"):
-        translated(["M", "--enable-expert-parallel"], render.flags)
+    assert translated(["M", "--enable-expert-parallel"], render.flags)[0] == ["M"]
+    with pytest.raises(ConfigError, match="one batch"):
+        translated(["M", "--enable-dbo"], render.flags)
 
 
 VLLMS_FLAGS = [
@@ -569,6 +570,7 @@ def test_each_flag_that_is_not_ours_is_a_decision() -> None:
         ("--logprobs-mode processed_logits", "raw"),
         ("--logits-processors a:B c:D", "EXTENDING"),
         ("--n-cpu-moe 4", "--offload-experts"),
+        ("--enable-eplb", "--expert-rebalance-steps 3000"),
         ("--samplers top_k", "with each request"),
     ],
 )

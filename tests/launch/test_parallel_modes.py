@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from headrace.base.config.resolved import ExpertBalanceSpec
 from headrace.base.config.tree import Options
 from headrace.base.errors import ConfigError
 from headrace.launch.feature_pairs import ShownPair
@@ -22,7 +23,7 @@ from headrace.launch.parallel_modes import (
     pairs,
 )
 from headrace.launch.resolve import resolve
-from tests.launch.test_resolve import CPU, CUDA, MODEL, SHARED_CONTEXT, resolved
+from tests.launch.test_resolve import CPU, CUDA, MODEL, MOVING_EXPERTS, SHARED_CONTEXT, resolved
 
 TESTS = Path(__file__).parents[1]
 
@@ -82,6 +83,10 @@ def test_what_sharing_out_the_context_does_not_go_with_is_named() -> None:
         resolved(device={**SHARED_CONTEXT, "pipeline_parallel": 2})
     found = resolved(device={**SHARED_CONTEXT, "enable_expert_parallel": True}).engine.device
     assert found.context is not None and found.context.ranks == 2 and found.expert_parallel
+    with pytest.raises(ConfigError, match="--expert-rebalance-steps 9: experts have moved on CPUs"):
+        resolved(CUDA, device={**MOVING_EXPERTS, "device": "cuda"})
+    moving = resolved(device={**MOVING_EXPERTS, "num_redundant_experts": 3}).engine.device
+    assert moving.expert_balance == ExpertBalanceSpec(redundant=3, steps=9)
     lengths = [
         resolved(device=device, kv={"kv_blocks": 11}).engine.model.max_model_len
         for device in ({}, SHARED_CONTEXT)

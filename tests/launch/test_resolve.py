@@ -42,6 +42,11 @@ CPU = MachineFacts(kind="cpu", count=1, total_bytes=64 * GIB, free_bytes=48 * GI
 CUDA = MachineFacts(kind="cuda", count=2, total_bytes=140 * GIB, free_bytes=139 * GIB, cores=16)
 
 
+MOVING_EXPERTS = {
+    "tensor_parallel": 2,
+    "enable_expert_parallel": True,
+    "expert_rebalance_steps": 9,
+}
 SHARED_CONTEXT = {"tensor_parallel": 2, "decode_context_parallel_size": 2}
 
 
@@ -119,6 +124,12 @@ def test_drafts_are_looked_up_by_what_the_user_says_or_by_two_to_five_tokens() -
         ({"scheduler": {"max_running": 9, "max_step_tokens": 8}}, "--max-step-tokens 8"),
         ({"device": {"tensor_parallel": 2, "executor": "inline"}}, "--executor inline"),
         ({"device": {"enable_expert_parallel": True}}, "--tensor-parallel, which is 1"),
+        ({"device": {"num_redundant_experts": 2}}, "--num-redundant-experts 2 is about whole"),
+        ({"device": {"expert_rebalance_steps": 9}}, "--expert-rebalance-steps 9 is about whole"),
+        (
+            {"device": {**MOVING_EXPERTS}, "model": {"deterministic": True}},
+            "--expert-rebalance-steps 9 does not go with --deterministic",
+        ),
         ({"device": {"all2all_backend": "ragged"}}, "--all2all-backend ragged sends tokens"),
         (
             {"device": {"tensor_parallel": 3, "decode_context_parallel_size": 2}},

@@ -7,7 +7,7 @@ import gc
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import msgspec
@@ -17,6 +17,7 @@ from headrace.back.executor.host_copy import HostCopy
 from headrace.back.kernels.all_reduce.op import with_sums
 from headrace.back.kernels.native.library import use_threads
 from headrace.back.kernels.op import DeferredChecks, SelfCheckFailed
+from headrace.back.layers.moe.balance import Balancer
 from headrace.back.lora.store import AdapterStore
 from headrace.back.models.load import LoadReport, Origin
 from headrace.back.models.protocol import CausalModel
@@ -54,7 +55,7 @@ DEFAULT_LOADER = "headrace.back.models.load:load_model"
 class RankModel:
     """A model on this rank's device, and what drafts for it, where that has weights. `load_s`: the
     seconds of each part of its load; `origin`: how it was built, where its weights can be
-    replaced."""
+    replaced; `balancer`: of its experts that may change ranks."""
 
     spec: EngineSpec
     model: CausalModel
@@ -66,6 +67,7 @@ class RankModel:
     origin: Origin | None = None
     rank: int = 0
     pipe: Pipe | None = None
+    balancer: Balancer = field(default_factory=lambda: Balancer((), 0))
 
     def facts(self, started: StartedRunner) -> WorkerFacts:
         """What a runner over this model states, with what is known of the model."""
@@ -92,6 +94,7 @@ class Resident:
         self._adapters: AdapterStore | None = None
         self._weight_orders = WeightOrders(loaded.origin, loaded.device, loaded.rank)
         self._kv_files: KVFiles | None = None
+        self.balancer = loaded.balancer
 
     def weigh(self, order: WeightOrder) -> WeightReply:
         """Carries out an order about the weights; `join` and `leave` may be called by another
@@ -100,6 +103,8 @@ class Resident:
         if self._copy is not None and order.action not in BESIDE_STEPS:
             self._copy.back()
             self._copy = None
+        if order.action not in BESIDE_STEPS:
+            self.balancer.go_back()
         reply = self._weight_orders.carry_out(order)
         if order.action == "finish" or order.last:
             if self._adapters is not None:
@@ -236,6 +241,7 @@ def build_resident(
                 origin=report.origin if mesh.pp.size == 1 else None,
                 rank=mesh.rank,
                 pipe=mesh.pipe,
+                balancer=_balancer(spec, report),
             )
             return Resident(loaded, checks=checks)
 
@@ -245,6 +251,14 @@ def build_resident(
         return resident
     except torch.OutOfMemoryError as error:
         raise _too_small(error, device) from error
+
+
+def _balancer(spec: EngineSpec, report: LoadReport) -> Balancer:
+    """Of the experts that may change ranks; the others have none to balance."""
+    balance = spec.device.expert_balance
+    if balance is None or report.origin is None:
+        return Balancer((), 0)
+    return Balancer(report.origin.ledger.movable, balance.steps)
 
 
 def _load_network(

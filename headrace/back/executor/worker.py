@@ -81,7 +81,9 @@ def join_mesh(begin: StartWorker) -> Mesh:
         mesh = replace(mesh, sequence_rows=SEQUENCE_ROWS)
     if not spec.device.expert_parallel:
         return mesh
-    return with_whole_experts(mesh, spec.device.token_exchange)
+    balance = spec.device.expert_balance
+    redundant = None if balance is None else balance.redundant
+    return with_whole_experts(mesh, spec.device.token_exchange, redundant)
 
 
 def serve(channel: Channel) -> None:
@@ -124,6 +126,7 @@ def serve(channel: Channel) -> None:
             continue
         try:
             threads.fit(plan)
+            resident.balancer.step()
             launched_steps.put(resident.runner.launch(plan, await_deferred))
         except Exception as error:
             return _fail(channel, begin.rank, plan.step, error)

@@ -23,7 +23,7 @@ def tensors_of(root: object, *, without: Iterable[object] = ()) -> Iterator[torc
         if isinstance(item, torch.Tensor):
             yield item
         elif isinstance(item, FunctionType):
-            stack += [item.__closure__, item.__defaults__, item.__kwdefaults__]
+            stack += [item.__closure__, item.__defaults__, item.__kwdefaults__, item.__dict__]
         else:
             stack += gc.get_referents(item)
 

@@ -15,6 +15,7 @@ import torch
 
 from headrace.back.kernels.op import KernelChoice, Op, decisions
 from headrace.back.layers.adapters import AdaptedLinear, AdapterSlots
+from headrace.back.layers.moe.balance import MovableExperts
 from headrace.back.layers.moe.routing_tap import RoutingTap
 from headrace.back.layers.offload import HOST, HostPart, Offload
 from headrace.back.parallel.bundle import Bundle
@@ -53,7 +54,8 @@ P = TypeVar("P")
 @dataclass(eq=False)
 class Ledger:
     """What the layers of one model leave behind while they are built. `tables` shares what many
-    layers read; `finished`: the work that was put off and has been done, in its order."""
+    layers read; `finished`: the work that was put off and has been done, in its order; `movable`:
+    the experts of mixtures that may change ranks."""
 
     params: list[Param] = field(default_factory=list)
     finishers: list[Callable[[], None]] = field(default_factory=list)
@@ -62,6 +64,7 @@ class Ledger:
     tables: dict[Any, torch.Tensor] = field(default_factory=dict)
     finished: list[Callable[[], None]] = field(default_factory=list)
     routing: RoutingTap = field(default_factory=RoutingTap)
+    movable: list[MovableExperts] = field(default_factory=list)
 
     def note(self, decision: Decision) -> None:
         """Keeps `decision` once, however many layers come to it."""

@@ -87,9 +87,10 @@ class ContextSplit:
 class Mesh:
     """All axes. `Mesh()` is the mesh of one. `dcp`: who shares out the KV. `token_exchange`: how
     tokens come to whole experts. `pipe`: what this rank's stage of a pipeline sends to the others;
-    None where there is one stage. `stage_layers`: the layers of each stage, where they are stated.
-    `sequence_rows`: in steps of at least so many tokens each rank of "tp" keeps a part of the
-    residual's rows between the layers; 0: in none."""
+    None where there is one stage. `redundant_experts`: so many more slots than whole experts, which
+    the ranks exchange as loads change; None: these stay where they are. `stage_layers`: the layers
+    of each stage, where they are stated. `sequence_rows`: in steps of at least so many tokens each
+    rank of "tp" keeps a part of the residual's rows between the layers; 0: in none."""
 
     tp: Axis = Axis()
     pp: Axis = Axis(name="pp")
@@ -97,6 +98,7 @@ class Mesh:
     ep: Axis = Axis(name="ep")
     dcp: ContextSplit = ContextSplit()
     token_exchange: str = "allreduce"
+    redundant_experts: int | None = None
     pipe: Pipe | None = None
     stage_layers: tuple[int, ...] = ()
     sequence_rows: int = 0
@@ -156,10 +158,17 @@ def staged_mesh(stages: int, layers: tuple[int, ...] = (), *, ordered: bool = Fa
     )
 
 
-def with_whole_experts(mesh: Mesh, exchange: str = "allreduce") -> Mesh:
+def with_whole_experts(
+    mesh: Mesh, exchange: str = "allreduce", redundant: int | None = None
+) -> Mesh:
     """The mesh whose tensor-parallel ranks have whole experts, and not a part of each. `exchange`:
-    how tokens come to them (layers/moe/exchange.py)."""
-    return replace(mesh, ep=replace(mesh.tp, name="ep", summing=None), token_exchange=exchange)
+    how tokens come to them (layers/moe/exchange.py); `redundant`: see Mesh."""
+    return replace(
+        mesh,
+        ep=replace(mesh.tp, name="ep", summing=None),
+        token_exchange=exchange,
+        redundant_experts=redundant,
+    )
 
 
 def with_shared_context(mesh: Mesh, size: int, *, interleave: int, exchange: str) -> Mesh:

@@ -8,6 +8,7 @@ replicated: several ranks hold the same unit.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 from headrace.back.parallel.mesh import Axis
@@ -40,30 +41,40 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """A split of dimension `dim` over mesh axis `axis`, part by part."""
+    """A split of dimension `dim` over mesh axis `axis`, part by part. `held`: the units of the one
+    part that each rank has, in their order there; empty: neighbours, and equally many."""
 
     axis: str
     dim: int
     parts: tuple[Part, ...]
+    held: tuple[tuple[int, ...], ...] = ()
 
     def spans(self, axis: Axis) -> tuple[Span, ...]:
         """This rank's ranges, in local order; neighbours in the global tensor are joined."""
         spans: list[Span] = []
-        begin = local = 0
-        for part in self.parts:
-            start, size = _share(part, axis)
-            if spans and spans[-1].start + spans[-1].size == begin + start:
+        local = 0
+        for start, size in self._ranges(axis):
+            if spans and spans[-1].start + spans[-1].size == start:
                 last = spans.pop()
                 spans.append(Span(last.start, last.size + size, last.local))
             else:
-                spans.append(Span(begin + start, size, local))
-            begin += part.size
+                spans.append(Span(start, size, local))
             local += size
         return tuple(spans)
 
+    def _ranges(self, axis: Axis) -> list[tuple[int, int]]:
+        """First row and rows of what this rank has, in local order."""
+        if self.held:
+            (part,) = self.parts
+            unit = part.size // part.units
+            return [(index * unit, unit) for index in self.held[axis.rank]]
+        shares = [_share(part, axis) for part in self.parts]
+        begins = itertools.accumulate((part.size for part in self.parts), initial=0)
+        return [(begin + start, size) for begin, (start, size) in zip(begins, shares, strict=False)]
+
     def local_size(self, axis: Axis) -> int:
         """Rows this rank holds."""
-        return sum(_share(part, axis)[1] for part in self.parts)
+        return sum(size for _, size in self._ranges(axis))
 
 
 def local_units(part: Part, axis: Axis) -> int:

@@ -58,6 +58,20 @@ class DeviceOptions(msgspec.Struct, frozen=True, kw_only=True):
             "or in messages of one size."
         ),
     ] = "allreduce"
+    num_redundant_experts: Annotated[
+        Natural,
+        Meta(
+            description="With --enable-expert-parallel: so many more places for experts than a layer has, for copies "
+            "of those with most tokens; at least what makes the devices' numbers alike."
+        ),
+    ] = 0
+    expert_rebalance_steps: Annotated[
+        Natural,
+        Meta(
+            description="With --enable-expert-parallel: every so many steps experts, and copies of them, change "
+            "devices as the tokens of each were counted; such as 3000. 0: they stay where they are."
+        ),
+    ] = 0
     decode_context_parallel_size: Annotated[
         Processes,
         Meta(

@@ -209,13 +209,21 @@ class ContextSpec(msgspec.Struct, frozen=True, kw_only=True):
     exchange: str
 
 
+class ExpertBalanceSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """See DeviceOptions, num_redundant_experts and expert_rebalance_steps."""
+
+    redundant: int
+    steps: int
+
+
 class DeviceSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Where the model runs. `threads` is per worker, `memory_bytes` what a worker may take of its
     device (None: no bound). `cpus`: where those threads stay, `other_cpus`: where all else of the
     server does (empty: anywhere). `nodes`: NUMA nodes that memory is taken from in turns, if there
     are several. `pipeline_layers`: the layers of each of the `pipeline_parallel` stages, empty: as
     many as make their bytes alike. `sequence_parallel`: see DeviceOptions. `expert_parallel`: of
-    mixtures the tensor-parallel ranks have whole experts, to which tokens come by `token_exchange`.
+    mixtures the tensor-parallel ranks have whole experts, to which tokens come by `token_exchange`;
+    `expert_balance`: how these follow their loads, None: they stay where they are.
     `context`: how those that would hold the same KV share it out; None: each holds it."""
 
     device: str
@@ -226,6 +234,7 @@ class DeviceSpec(msgspec.Struct, frozen=True, kw_only=True):
     sequence_parallel: bool = False
     expert_parallel: bool = False
     token_exchange: str = "allreduce"
+    expert_balance: ExpertBalanceSpec | None = None
     context: ContextSpec | None = None
     threads: int = 1
     memory_bytes: int | None = None

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from headrace.back.executor.choose import make_executor
-from headrace.base.config.resolved import EngineSpec
+from headrace.base.config.resolved import EngineSpec, ExpertBalanceSpec
 from headrace.base.errors import from_wire
 from headrace.base.wire.request import Call, Finished, Reply
 from headrace.base.wire.weights import WeightOrder
@@ -224,4 +224,23 @@ def test_the_ranks_of_a_split_model_take_their_shares(
         core.weigh(action="read", layout={"names": ["nothing"]}, count=1)
     core.call("resume")
     assert core.answer(2) == expected[1]
+    core.core.close()
+
+
+@pytest.mark.slow
+def test_experts_that_have_moved_take_new_weights(tmp_path: Path) -> None:
+    """PAR-12: they go back to where the loader puts them first, and move again behind it."""
+    for seed, name in enumerate(("old", "new")):
+        save_oracle(tiny_config("qwen3-moe"), tmp_path / name, seed=11 + seed)
+    expected = [alone(tmp_path / name) for name in ("old", "new")]
+    assert expected[0] != expected[1]
+    spec = spec_of(tmp_path / "old", tensor_parallel=2)
+    balance = ExpertBalanceSpec(redundant=1, steps=2)
+    device = msgspec.structs.replace(spec.device, expert_parallel=True, expert_balance=balance)
+    core = Core(msgspec.structs.replace(spec, device=device))
+    assert [core.answer(id) for id in (1, 2)] == [expected[0]] * 2
+    core.call("pause", mode="keep")
+    core.weigh(action="push", path=str(tmp_path / "new"), last=True)
+    core.call("resume")
+    assert [core.answer(id) for id in (3, 4)] == [expected[1]] * 2
     core.core.close()

@@ -11,12 +11,13 @@ all experts give for them; the sum over the ranks that follows anyway puts the s
 Without one of these ("allreduce") every rank computes its experts for all tokens, which all ranks
 have: then nothing but the sum is sent.
 
-W ranks, T tokens, S of a share, E hidden size, X experts, K slots of a token.
+W ranks, T tokens, S of a share, E hidden size, X experts, K slots of a token, C turns
+(placement.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
@@ -29,10 +30,10 @@ Share = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """x_SE, expert_SK (-1: none) and weight_SK of the tokens that a rank is responsible for."""
 
 
-def exchanged(experts: Experts, places: Sequence[torch.Tensor], axis: Axis, kind: str) -> Experts:
+def exchanged(experts: Experts, slot_WXC: torch.Tensor, axis: Axis, kind: str) -> Experts:
     """f(x_TE, expert_TK, weight_TK) -> y_TE, of which a rank fills the rows of its share, by this
-    rank's `experts`. `places`: where each expert lies on each rank, int32 [X], or -1."""
-    places_WX, exchange = torch.stack(tuple(places)), EXCHANGES[kind]
+    rank's `experts`. `slot_WXC`: where each rank computes each expert, see placement.turns."""
+    exchange = EXCHANGES[kind]
 
     def over_ranks(
         x_TE: torch.Tensor, expert_TK: torch.Tensor, weight_TK: torch.Tensor
@@ -42,11 +43,25 @@ def exchanged(experts: Experts, places: Sequence[torch.Tensor], axis: Axis, kind
         share = tuple(_share(x, mine, size) for x in (x_TE, expert_TK, weight_TK))
         share[1][max(0, mine.stop - mine.start) :] = -1
         y_TE = torch.zeros_like(x_TE)
-        y_SE = exchange(experts, (share[0], share[1], share[2]), places_WX, axis)
+        y_SE = exchange(experts, (share[0], share[1], share[2]), slot_WXC, axis)
         y_TE[mine] = y_SE[: max(0, mine.stop - mine.start)]
         return y_TE
 
     return over_ranks
+
+
+def slots_on(slot_WXC: torch.Tensor, expert_TK: torch.Tensor) -> torch.Tensor:
+    """int32 [W, T, K]: in which slot each rank computes these experts, -1: another one does. Copies
+    of an expert take turns, token by token."""
+    expert_P = expert_TK.flatten()
+    if slot_WXC.shape[2] == 1:
+        slot_WP = slot_WXC[..., 0].index_select(1, expert_P.clamp(min=0))
+    else:
+        turn_T = torch.arange(len(expert_TK), device=expert_P.device) % slot_WXC.shape[2]
+        turn_P = turn_T.repeat_interleave(expert_TK.shape[1])
+        at_P = expert_P.clamp(min=0) * slot_WXC.shape[2] + turn_P
+        slot_WP = slot_WXC.flatten(1).index_select(1, at_P)
+    return slot_WP.masked_fill(expert_P < 0, -1).view(-1, *expert_TK.shape)
 
 
 def _share(x_TX: torch.Tensor, mine: slice, size: int) -> torch.Tensor:
@@ -57,24 +72,18 @@ def _share(x_TX: torch.Tensor, mine: slice, size: int) -> torch.Tensor:
     return share_SX
 
 
-def _places(places_WX: torch.Tensor, expert_SK: torch.Tensor) -> torch.Tensor:
-    """[W, S, K]: where the experts of each slot lie on each rank, or -1."""
-    on_WSK = places_WX[:, expert_SK.clamp(min=0).long()]
-    return on_WSK.masked_fill(expert_SK < 0, -1)
-
-
 def _gather_and_scatter(
-    experts: Experts, share: Share, places_WX: torch.Tensor, axis: Axis
+    experts: Experts, share: Share, slot_WXC: torch.Tensor, axis: Axis
 ) -> torch.Tensor:
     x_TE, expert_TK, weight_TK = (torch.cat(all_parts(one, axis)) for one in share)
-    own_TK = _places(places_WX[axis.rank : axis.rank + 1], expert_TK)[0]
+    own_TK = slots_on(slot_WXC[axis.rank : axis.rank + 1], expert_TK)[0]
     y_TE = experts(x_TE, own_TK.contiguous(), weight_TK)
     return reduce_scatter(y_TE.view(axis.size, -1, y_TE.shape[1]), axis)
 
 
-def _padded(experts: Experts, share: Share, places_WX: torch.Tensor, axis: Axis) -> torch.Tensor:
+def _padded(experts: Experts, share: Share, slot_WXC: torch.Tensor, axis: Axis) -> torch.Tensor:
     x_SE, expert_SK, weight_SK = share
-    on_WSK = _places(places_WX, expert_SK)
+    on_WSK = slots_on(slot_WXC, expert_SK)
     wanted_WS1 = (on_WSK >= 0).any(2, keepdim=True)
     sent_WSE = torch.where(wanted_WS1, x_SE, 0.0)
     weight_WSK = weight_SK.expand(on_WSK.shape).contiguous()
@@ -84,9 +93,9 @@ def _padded(experts: Experts, share: Share, places_WX: torch.Tensor, axis: Axis)
     return all_to_all(y_WSE, axis).float().sum(0).to(x_SE.dtype)
 
 
-def _ragged(experts: Experts, share: Share, places_WX: torch.Tensor, axis: Axis) -> torch.Tensor:
+def _ragged(experts: Experts, share: Share, slot_WXC: torch.Tensor, axis: Axis) -> torch.Tensor:
     x_SE, expert_SK, weight_SK = share
-    on_WSK = _places(places_WX, expert_SK)
+    on_WSK = slots_on(slot_WXC, expert_SK)
     rank_P, at_P = (on_WSK >= 0).any(2).nonzero(as_tuple=True)
     count_W = rank_P.bincount(minlength=axis.size)
     sent, got = count_W.tolist(), all_to_all(count_W, axis).tolist()

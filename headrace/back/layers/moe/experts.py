@@ -25,7 +25,9 @@ from headrace.back.kernels.experts_int4.op import ExpertsInt4Problem
 from headrace.back.kernels.experts_quant.layout import PackedExperts, mixed_rows
 from headrace.back.kernels.experts_quant.op import OP as EXPERTS_QUANT
 from headrace.back.kernels.experts_quant.op import ExpertsQuantProblem
-from headrace.back.layers.moe.exchange import ALLREDUCE, exchanged
+from headrace.back.layers.moe.balance import MovableExperts
+from headrace.back.layers.moe.exchange import ALLREDUCE, exchanged, slots_on
+from headrace.back.layers.moe.split import ExpertSizes
 from headrace.back.layers.moe.weights import Biases, ExpertWeights, LoadedExperts
 from headrace.back.layers.scope import Scope
 from headrace.back.parallel.param import Param
@@ -176,39 +178,59 @@ def bind_own_experts(
     routed: TakenExperts,
     shared: TakenExperts | None,
     *,
-    places: list[torch.Tensor],
+    sizes: ExpertSizes,
     shared_inner: int,
 ) -> Experts:
-    """The same where this rank has whole experts, and of each shared one so many inner values.
-    `places`: where each routed expert lies on each rank, or -1."""
-    axis, exchange, places_X = scope.mesh.ep, scope.mesh.token_exchange, places[scope.mesh.ep.rank]
-    some = replace(problem, absent=True)
+    """The same where ranks have whole experts, as `sizes` says, and of each shared one so many
+    inner values."""
+    axis, exchange = scope.mesh.ep, scope.mesh.token_exchange
+    some, count = replace(problem, absent=True), 0 if shared is None else len(shared)
     mix = _in_host_memory(scope, _bind(scope, some, (routed,)))
-    count = 0 if shared is None else len(shared)
-    none_X, none_S = torch.full_like(places_X, -1), places_X.new_full((count,), -1)
-    places = [torch.cat((one, none_S)) for one in places]
+    movable = MovableExperts(
+        mix,
+        sizes.placement,
+        experts=sizes.experts,
+        more=problem.experts - sizes.experts,
+        axis=axis,
+        device=scope.device,
+    )
     if exchange == ALLREDUCE:
-        mix = _placed(mix, places[axis.rank])
+        mix = _placed(mix, movable.slot_WXC[axis.rank :][:1])
     else:
-        mix = exchanged(mix, places, axis, exchange)
+        mix = exchanged(mix, movable.slot_WXC, axis, exchange)
+    if scope.mesh.redundant_experts is not None:
+        scope.ledger.movable.append(movable)
+        mix = _counted(mix, movable)
     if shared is None:
         return mix
-    own_S = torch.arange(len(shared), dtype=places_X.dtype, device=places_X.device)
+    of_shared_X1 = movable.slot_WXC[0, :, :1].new_full((problem.experts, 1), -1)
+    of_shared_X1[-count:, 0] = torch.arange(count)
     others = _bind(scope, replace(some, inner=shared_inner), (shared,))
-    others = _placed(others, torch.cat((none_X, own_S)))
+    others = _placed(others, of_shared_X1[None])
     return lambda *arguments: mix(*arguments) + others(*arguments)
 
 
-def _placed(experts: Experts, places_X: torch.Tensor) -> Experts:
-    """Experts that are numbered by their places here."""
+def _placed(experts: Experts, slot_1XC: torch.Tensor) -> Experts:
+    """Experts that are numbered by their slots here."""
 
     def placed(
         x_TE: torch.Tensor, expert_TK: torch.Tensor, weight_TK: torch.Tensor
     ) -> torch.Tensor:
-        own_TK = places_X.index_select(0, expert_TK.flatten()).view(expert_TK.shape)
-        return experts(x_TE, own_TK, weight_TK)
+        return experts(x_TE, slots_on(slot_1XC, expert_TK)[0], weight_TK)
 
     return placed
+
+
+def _counted(experts: Experts, movable: MovableExperts) -> Experts:
+    """Experts whose tokens are counted."""
+
+    def counted(
+        x_TE: torch.Tensor, expert_TK: torch.Tensor, weight_TK: torch.Tensor
+    ) -> torch.Tensor:
+        movable.see(expert_TK)
+        return experts(x_TE, expert_TK, weight_TK)
+
+    return counted
 
 
 def _bind(scope: Scope, problem: ExpertsProblem, sets: tuple[TakenExperts, ...]) -> Experts:

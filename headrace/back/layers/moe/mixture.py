@@ -321,9 +321,8 @@ class Mixture:
             bias=spec.layout.biased,
         )
         if self._sizes.axis == "ep":
-            places = self._sizes.places(scope.mesh, scope.device)
             self._experts = bind_own_experts(
-                scope, experts, routed, shared, places=places, shared_inner=self._shared_inner
+                scope, experts, routed, shared, sizes=self._sizes, shared_inner=self._shared_inner
             )
             return
         if self._adapted is None:

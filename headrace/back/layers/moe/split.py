@@ -7,42 +7,37 @@ X experts, E hidden size, I inner size.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 
-import torch
-
+from headrace.back.layers.moe.placement import Placement, slots_of_rank, spread
 from headrace.back.parallel.mesh import Mesh
-from headrace.back.parallel.shard import Part, Shard, local_size, local_units
+from headrace.back.parallel.shard import Part, Shard, local_size
 from headrace.base.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalExperts:
-    """What a rank holds: `experts` from the `first` on, each with `inner` values. `biased`: it adds
-    the biases of the downs, of which the ranks' sum has each once."""
+    """What a rank holds: so many `experts`, each with `inner` values. `biased`: it adds the biases
+    of the downs, of which the ranks' sum has each once."""
 
     experts: int
-    first: int
     inner: int
     biased: bool
-
-    def places(self, experts: int, device: torch.device) -> torch.Tensor:
-        """int32 [X]: where each of so many experts lies here, -1: on another rank."""
-        places_X = torch.full((experts,), -1, dtype=torch.int32, device=device)
-        own = torch.arange(self.experts, dtype=torch.int32, device=device)
-        places_X[self.first : self.first + self.experts] = own
-        return places_X
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertSizes:
     """Global sizes. `axis`: of the mesh, over which they are shared: "tp", a part of each expert's
-    inner values for a rank, or "ep", whole experts."""
+    inner values for a rank, or "ep", whole experts of `ranks`. `held`: those of each rank, where
+    some have copies or they move (placement.py); empty: neighbours, and one more on some."""
 
     experts: int
     width: int
     inner: int
     axis: str = "tp"
+    ranks: int = 1
+    held: Placement = ()
 
     @property
     def part(self) -> Part:
@@ -65,19 +60,20 @@ class ExpertSizes:
         if self.axis == "tp":
             return over_inner
         part = Part("experts", self.experts * rows, self.experts, uneven=True)
-        return Shard(axis=self.axis, dim=0, parts=(part,))
+        return Shard(axis=self.axis, dim=0, parts=(part,), held=self.held)
 
-    def places(self, mesh: Mesh, device: torch.device) -> list[torch.Tensor]:
-        """Where each expert lies on each rank; see LocalExperts."""
-        ranks = (self.local(_of(mesh, rank)) for rank in range(mesh.ep.size))
-        return [one.places(self.experts, device) for one in ranks]
+    @property
+    def placement(self) -> Placement:
+        """The experts of each rank, where these have whole ones."""
+        ends = [rank * self.experts // self.ranks for rank in range(self.ranks + 1)]
+        return self.held or tuple(tuple(range(*one)) for one in itertools.pairwise(ends))
 
     def local(self, mesh: Mesh) -> LocalExperts:
         """This rank's. Ranks may have one expert more than others; ConfigError if one has none."""
         if self.axis == "tp":
             inner = local_size(self.part, mesh.tp)
             biased = mesh.tp.rank == 0
-            return LocalExperts(experts=self.experts, first=0, inner=inner, biased=biased)
+            return LocalExperts(experts=self.experts, inner=inner, biased=biased)
         axis = mesh.axis(self.axis)
         if self.experts < axis.size:
             raise ConfigError(
@@ -85,17 +81,26 @@ class ExpertSizes:
                 f"{axis.size} ranks; leave it out, or lower --tensor-parallel",
                 field=axis.option,
             )
-        whole = Part("experts", self.experts, self.experts, uneven=True)
-        count, first = local_units(whole, axis), axis.rank * self.experts // axis.size
-        return LocalExperts(experts=count, first=first, inner=self.inner, biased=True)
-
-
-def _of(mesh: Mesh, rank: int) -> Mesh:
-    """As that rank of "ep" sees it."""
-    return replace(mesh, ep=replace(mesh.ep, rank=rank))
+        count = len(self.placement[axis.rank])
+        return LocalExperts(experts=count, inner=self.inner, biased=True)
 
 
 def sizes_in(mesh: Mesh, *, experts: int, width: int, inner: int) -> ExpertSizes:
     """Those of a mixture's routed experts, which lie whole on the ranks where the mesh says so."""
-    axis = "ep" if mesh.ep.size > 1 else "tp"
-    return ExpertSizes(experts=experts, width=width, inner=inner, axis=axis)
+    ranks, redundant = mesh.ep.size, mesh.redundant_experts
+    if ranks == 1:
+        return ExpertSizes(experts=experts, width=width, inner=inner)
+    sizes = ExpertSizes(experts=experts, width=width, inner=inner, axis="ep", ranks=ranks)
+    if redundant is None:
+        return sizes
+    slots = slots_of_rank(experts, redundant, ranks)
+    if slots > experts:
+        raise ConfigError(
+            f"--num-redundant-experts {redundant}: {ranks} ranks with {slots} slots each for the "
+            f"{experts} experts of a layer would hold one twice; at most "
+            f"{experts * (ranks - 1)}",
+            field="num_redundant_experts",
+        )
+    if experts < ranks:
+        return sizes  # `local` refuses it
+    return replace(sizes, held=spread([1.0] * experts, ranks, slots))

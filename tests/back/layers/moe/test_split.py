@@ -13,6 +13,7 @@ import torch
 
 from headrace.back.layers.moe.exchange import EXCHANGES
 from headrace.back.layers.moe.mixture import Mixture, MixtureSpec, RouterSpec, SharedSpec
+from headrace.back.layers.moe.placement import turns
 from headrace.back.layers.moe.split import ExpertSizes
 from headrace.back.layers.moe.stacked import (
     FlatExperts,
@@ -188,11 +189,11 @@ def test_adapters_of_experts_are_refused() -> None:
 
 
 def test_where_experts_lie() -> None:
-    sizes = ExpertSizes(experts=5, width=8, inner=4, axis="ep")
+    sizes = ExpertSizes(experts=5, width=8, inner=4, axis="ep", ranks=3)
     own = [sizes.local(rank_of(3, rank, whole=True)) for rank in range(3)]
-    assert [(one.first, one.experts, one.inner) for one in own] == [(0, 1, 4), (1, 2, 4), (3, 2, 4)]
-    places = sizes.places(rank_of(3, 0, whole=True), CPU)
-    assert [one.tolist() for one in places] == [
+    assert [(one.experts, one.inner) for one in own] == [(1, 4), (2, 4), (2, 4)]
+    assert sizes.placement == ((0,), (1, 2), (3, 4))
+    assert turns(sizes.placement, 5)[..., 0].tolist() == [
         [0, -1, -1, -1, -1],
         [-1, 0, 1, -1, -1],
         [-1, -1, -1, 0, 1],
