@@ -106,6 +106,12 @@ class MethodNotAllowed(RequestError):
     status = 405
 
 
+class DrainTimeout(RequestError):
+    """What ran has not ended in the time that was given; nothing was changed."""
+
+    status = 408
+
+
 class Conflict(RequestError):
     """The state of the server forbids this now and a repetition would not help."""
 

@@ -24,11 +24,12 @@ from headrace.cli.downloading import with_permission
 from headrace.cli.model_argument import add_model_argument, with_model
 from headrace.cli.other_servers import translated, without_gpu
 from headrace.launch.api_process import ApiSpec
-from headrace.launch.children import ManagedProcess, api_processes, core_processes
+from headrace.launch.children import CoreProcesses, ManagedProcess, api_processes
 from headrace.launch.facts import resolve_options
 from headrace.launch.listen import address_of, bind, bind_admin, reserve
 from headrace.launch.many.catalog import Catalog, read_catalog, serves_many
 from headrace.launch.many.service import ModelService
+from headrace.launch.replicas import ElasticCores
 from headrace.launch.supervisor import SILENCE_S, Supervisor
 from headrace.launch.topology import RuntimeFolder
 
@@ -68,7 +69,8 @@ def _serve_one(resolved: Resolved) -> int:
         spec = ApiSpec(
             text=resolved.text,
             server=places.server,
-            socket_paths=[folder.socket_path(index) for index in range(resolved.replicas)],
+            socket_paths=[folder.socket_path(index) for index in range(resolved.max_replicas)],
+            replicas=resolved.replicas,
             heartbeat_timeout_s=SILENCE_S,
             engine=resolved.engine,
             decisions=resolved.decisions,
@@ -78,9 +80,13 @@ def _serve_one(resolved: Resolved) -> int:
             show_start(resolved, processes, seconds=process_age_s())
             places.announce(what_to_try(resolved.text, places.server, places.address))
 
-        cores = core_processes(resolved, folder)
+        cores = CoreProcesses(resolved, folder)
+        own = [cores.make(index) for index in range(resolved.replicas)]
         apis = api_processes(spec, folder, places.listener, admin=places.admin)
-        return Supervisor(places.server, [*cores, *apis], folder, announce).run()
+        elastic = ElasticCores(
+            cores.make, folder.socket_path, fixed=resolved.replicas, most=resolved.max_replicas
+        )
+        return Supervisor(places.server, [*own, *apis], folder, announce, part=elastic).run()
 
 
 def _serve_many(catalog: Catalog, notes: Sequence[Decision]) -> int:

@@ -9,7 +9,6 @@ The engine core is an argument of every operation, so that neither owns the othe
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Protocol
@@ -29,6 +28,7 @@ from headrace.base.wire.request import Call, Reply
 from headrace.core import reports, slots
 from headrace.core.adapters import NO_ADAPTERS, Adapters
 from headrace.core.admission import load_of, retry_after_s
+from headrace.core.draining import Drain
 from headrace.core.lifecycle import RETRY_S, ExecutorHost, ExecutorLifecycle
 from headrace.core.output_processor import OutputBuffer
 from headrace.core.reports import Document, EngineView
@@ -96,15 +96,14 @@ def check_open(engine: ControlledEngine) -> None:
 class Control:
     """The control calls of one core.
 
-    `_waiting_pause` and `_waiting_drain` hold the numbers of calls whose operation is not complete;
-    `_undo` the last pause that can be undone: its token and the mode before it.
+    `_waiting_pause` holds the numbers of calls whose pause is not complete; `_undo` the last pause
+    that can be undone: its token and the mode before it.
     """
 
     def __init__(self, lifecycle: ExecutorLifecycle) -> None:
         self._clear_cache = False
         self._waiting_pause: list[int] = []
-        self._waiting_drain: list[int] = []
-        self._drain_aborted = 0
+        self._drain = Drain()
         self._undo: tuple[str, PauseMode | None] | None = None
         self._operations: dict[str, Operation] = {
             "status": lambda engine, call: reports.status(engine),
@@ -116,7 +115,8 @@ class Control:
             "pause": self._pause,
             "undo_pause": self._undo_pause,
             "resume": self._resume,
-            "drain": self._drain,
+            "drain": self._drain.begin,
+            "undo_drain": self._drain.undo,
             "reset_prefix_cache": _reset,
             "abort": _abort,
             "log_level": _set_log_level,
@@ -160,7 +160,7 @@ class Control:
                 _reset_prefix_cache(engine)
             _answer(engine, self._waiting_pause, _pause_state(engine.service))
         if engine.service.draining:
-            self._advance_drain(engine)
+            self._drain.advance(engine)
 
     # pause and resume
 
@@ -209,36 +209,6 @@ class Control:
         for number in self._waiting_pause:
             engine.output_buffer.add_reply(Reply(number=number, error=error))
         self._waiting_pause.clear()
-
-    # drain
-
-    def _drain(self, engine: ControlledEngine, call: Call) -> None:
-        timeout_s = call.arguments.get("timeout_s", 0.0)
-        if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float):
-            timeout_s = math.nan
-        if not timeout_s >= 0:
-            value = call.arguments.get("timeout_s")
-            raise InvalidRequest(
-                f"timeout_s is {value!r}, at least 0 is allowed", field="timeout_s"
-            )
-        service = engine.service
-        due = engine.clock() + timeout_s
-        service.draining = True
-        if math.isfinite(due):
-            service.drain_due = due if service.drain_due is None else min(due, service.drain_due)
-        self._waiting_drain.append(call.number)
-
-    def _advance_drain(self, engine: ControlledEngine) -> None:
-        service = engine.service
-        if service.drain_due is not None and engine.clock() >= service.drain_due:
-            service.drain_due = None
-            self._drain_aborted = len(engine.requests)
-            over = "the server shuts down and the time to finish is over"
-            engine.refuse_all(Unavailable(over, retry_after_s=1.0))
-        if self._waiting_drain and not engine.requests and not engine.num_in_flight:
-            service.drain_due = None
-            aborted = self._drain_aborted
-            _answer(engine, self._waiting_drain, {"completed": aborted == 0, "aborted": aborted})
 
 
 def _pause_mode(call: Call) -> PauseMode:

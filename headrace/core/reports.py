@@ -140,7 +140,7 @@ def hello_of(engine: EngineView) -> Hello:
         num_blocks=facts.num_blocks,
         block_tokens=facts.block_tokens,
         cached_block_tokens=facts.block_tokens if engine.kv.prefix_caching else 0,
-        trouble=service.lost,
+        trouble=service.trouble,
         failing="" if stall is not None and not stall.is_lost else engine.failing,
         stalled=engine.stall.text,
         held=service.held,

@@ -70,6 +70,11 @@ class ServiceState:
         return cls(pause=pause, sleep_level=DROPPED if asleep else 0)
 
     @property
+    def trouble(self) -> str:
+        """Why no request is taken, or ""."""
+        return self.lost or ("the engine core is draining" if self.draining else "")
+
+    @property
     def mode(self) -> str | None:
         """The mode of the pause; None if there is none."""
         return None if self.pause is None else self.pause.value

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from pathlib import Path
 
 import msgspec
 
@@ -23,7 +24,8 @@ class ApiSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     A core that is silent for `heartbeat_timeout_s` counts as stuck: /health says so. `engine` and
     `decisions` are only told on (GET /v1/admin/config). `models`: of a server with several, in the
-    order of `socket_paths`; `text` and `engine` are then those of its default model.
+    order of `socket_paths`; `text` and `engine` are then those of its default model. `replicas`: so
+    many of the cores are always there; None: all.
     """
 
     text: TextSpec
@@ -33,6 +35,12 @@ class ApiSpec(msgspec.Struct, frozen=True, kw_only=True):
     engine: EngineSpec | None = None
     decisions: tuple[Decision, ...] = ()
     models: tuple[ModelPlace, ...] = ()
+    replicas: int | None = None
+
+
+def failure_at(socket_path: str) -> Path:
+    """Where an engine core that could not start leaves the reason, for those who wait for it."""
+    return Path(socket_path).with_suffix(".error")
 
 
 async def send_heartbeats(status: socket.socket) -> None:

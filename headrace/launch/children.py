@@ -70,19 +70,19 @@ class ManagedProcess:
         return RESTART_DELAYS_S[recent - 1] if recent <= CRASH_LIMIT else None
 
 
-def core_processes(resolved: Resolved, folder: RuntimeFolder) -> list[ManagedProcess]:
-    """The engine cores of one model, one for each replica."""
-    spec = folder.write_spec("core", resolved.engine)
-    for index in range(resolved.replicas):
-        remove_with(folder, resolved.engine.kv, folder.socket_path(index))
-    return [
-        ManagedProcess(
-            f"engine core {index}",
-            core_starter(spec, folder.socket_path(index), core_environment(resolved, index)),
-            is_core=True,
-        )
-        for index in range(resolved.replicas)
-    ]
+class CoreProcesses:
+    """Makes the engine cores of one model, one for each replica."""
+
+    def __init__(self, resolved: Resolved, folder: RuntimeFolder) -> None:
+        self._resolved, self._folder = resolved, folder
+        self._spec = folder.write_spec("core", resolved.engine)
+
+    def make(self, index: int, owner: ProcessOwner | None = None) -> ManagedProcess:
+        """The core of this number; None: the supervisor owns it."""
+        remove_with(self._folder, self._resolved.engine.kv, self._folder.socket_path(index))
+        environment = core_environment(self._resolved, index)
+        starter = core_starter(self._spec, self._folder.socket_path(index), environment)
+        return ManagedProcess(f"engine core {index}", starter, is_core=True, owner=owner)
 
 
 def core_starter(

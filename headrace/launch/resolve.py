@@ -57,7 +57,7 @@ from headrace.launch.model_facts import ModelFacts
 from headrace.launch.offload import KV_SHARE, RESERVE_BYTES, offload_spec, offloads
 from headrace.launch.online_quantization import online_quantization, online_weight_bytes
 from headrace.launch.parallel_modes import check_modes
-from headrace.launch.resolve_device import MachineFacts, resolve_device
+from headrace.launch.resolve_device import MachineFacts, most_replicas, resolve_device
 from headrace.launch.scheduler_limits import (
     FAST_STEP_TOKENS,
     check_partial_prefills,
@@ -141,6 +141,7 @@ def resolve(
         text=text,
         server=server_spec(options.server),
         replicas=options.device.replicas,
+        max_replicas=most_replicas(options.device),
         decisions=tuple(choose.decisions),
     )
 

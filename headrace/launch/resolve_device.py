@@ -43,11 +43,9 @@ def resolve_device(
     if kind == "cuda" and machine.kind != "cuda":
         raise ConfigError("--device cuda: no CUDA device was found on this machine")
     world = requested.tensor_parallel * requested.pipeline_parallel
-    ranks = world * requested.replicas
+    ranks = world * most_replicas(requested)
     if kind == "cuda" and ranks > machine.count:
-        raise ConfigError(
-            f"{_split(requested)} x --replicas {requested.replicas} needs {ranks} devices; {machine.count} found"
-        )
+        raise ConfigError(f"{_copies(requested)} needs {ranks} devices; {machine.count} found")
     _check_shares(requested, world)
     executor = choose.pick(
         "--executor",
@@ -94,6 +92,24 @@ def resolve_device(
         other_cpus=_other_cpus(machine, cpus),
         nodes=nodes,
     )
+
+
+def most_replicas(requested: DeviceOptions) -> int:
+    """Engine cores that there may be at a time; ConfigError if fewer than at start."""
+    most = requested.max_replicas
+    if most is not None and most < requested.replicas:
+        raise ConfigError(
+            f"--max-replicas {most}: at least --replicas ({requested.replicas}) is needed",
+            field="max_replicas",
+        )
+    return requested.replicas if most is None else most
+
+
+def _copies(requested: DeviceOptions) -> str:
+    """All copies of the model, as they are typed."""
+    if requested.max_replicas is None:
+        return f"{_split(requested)} x --replicas {requested.replicas}"
+    return f"{_split(requested)} x --max-replicas {requested.max_replicas}"
 
 
 def _split(requested: DeviceOptions) -> str:

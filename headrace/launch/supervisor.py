@@ -28,7 +28,7 @@ from headrace.base.config.resolved import ServerSpec
 from headrace.base.process_stop import CHECK_S, StopDetector
 from headrace.base.telemetry import log as logs
 from headrace.launch.children import CRASH_LIMIT, CRASH_WINDOW_S, ManagedProcess
-from headrace.launch.topology import DRAIN_SIGNAL, ChildProcess, RuntimeFolder
+from headrace.launch.topology import DRAIN_SIGNAL, ChildProcess, Report, RuntimeFolder
 
 log = logging.getLogger(__name__)
 EXIT_GRACE_S = 5.0
@@ -52,6 +52,10 @@ class LoopPart(Protocol):
 
     def begin(self, supervisor: Supervisor) -> None:
         """The loop begins."""
+        ...
+
+    def asked(self, message: Report) -> None:
+        """A process wants another number of engine cores."""
         ...
 
     def turn(self) -> None:
@@ -213,7 +217,9 @@ class Supervisor:
                 self._drain()
             if message.paused is not None:
                 managed.paused, managed.asleep = message.paused, message.asleep
-            if message.heartbeat or message.log_level or message.stop or message.paused is not None:
+            if message.replicas and self._part is not None:
+                self._part.asked(message)
+            if not message.tells_of_start:
                 continue
             managed.error = message.error
             managed.ready = message.ready

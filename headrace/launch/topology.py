@@ -47,6 +47,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     `heartbeat`: the process runs; a child that stops sending them is stopped or hung. `log_level`:
     an administrator changed it for every process; `stop`: end the server as SIGTERM does. `paused`:
     the mode in which an administrator paused this core, "" once resumed; `asleep` goes with it.
+    `replicas`: so many engine cores are wanted from now on.
     """
 
     ready: bool = False
@@ -55,10 +56,17 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     stop: bool = False
     paused: str | None = None
     asleep: bool = False
+    replicas: int = 0
     error: str | None = None
     memory: dict[str, int] = {}
     start_s: dict[str, float] = {}
     decisions: list[tuple[str, str, str, str]] = []
+
+    @property
+    def tells_of_start(self) -> bool:
+        """Whether the child is ready, or cannot start; else it goes on as it was."""
+        others = self.heartbeat or self.log_level or self.stop or self.replicas
+        return not others and self.paused is None
 
 
 @dataclass
@@ -88,7 +96,7 @@ class ChildProcess:
 def core_environment(resolved: Resolved, index: int) -> dict[str, str]:
     """GPU variables of core `index`: each replica sees its share, in the user's order."""
     device = resolved.engine.device
-    if device.device != "cuda" or resolved.replicas == 1:
+    if device.device != "cuda" or resolved.max_replicas == 1:
         return {}
     begin, end = index * device.world_size, (index + 1) * device.world_size
     stated = visible_devices(env.stated("CUDA_VISIBLE_DEVICES"), env.stated("HIP_VISIBLE_DEVICES"))

@@ -168,6 +168,21 @@ def test_drain_ends_what_is_left_with_an_error_when_its_time_is_over() -> None:
     driver.assert_at_rest()
 
 
+def test_a_drain_that_is_undone_takes_requests_again() -> None:
+    """PAR-07: whoever waited for it hears of it, and fronts see both in the hello."""
+    driver = busy()
+    number = driver.call("drain", timeout_s=float("inf"))
+    driver.step()
+    assert driver.core.hello().trouble == "the engine core is draining"
+    driver.call("undo_drain")
+    assert driver.core.hello().trouble == ""
+    driver.add(make_request(9, max_tokens=3))
+    driver.run()
+    assert all(driver.finished[id].reason == "length" for id in (1, 2, 3, 9))
+    error = driver.replies[number].error
+    assert error is not None and error.kind == "Conflict"
+
+
 def test_drain_of_zero_seconds_ends_at_once() -> None:
     driver = busy()
     number = driver.call("drain", timeout_s=0.0)

@@ -92,6 +92,13 @@ class DeviceOptions(msgspec.Struct, frozen=True, kw_only=True):
     replicas: Annotated[
         Processes, Meta(description="Engine cores, each with a whole copy of the model.")
     ] = 1
+    max_replicas: Annotated[
+        Processes | None,
+        Meta(
+            description="Engine cores that the server may have while it runs (/scale_elastic_ep), of which --replicas "
+            "are there at start and always. None: as many as --replicas."
+        ),
+    ] = None
     gpu_memory: Annotated[
         str,
         Meta(

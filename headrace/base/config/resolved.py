@@ -376,10 +376,12 @@ class ServerSpec(ServerSettings, frozen=True, kw_only=True):
 
 
 class Resolved(msgspec.Struct, frozen=True, kw_only=True):
-    """The resolved tree and how it came about."""
+    """The resolved tree and how it came about. `replicas`: the engine cores at start, of at most
+    `max_replicas`."""
 
     engine: EngineSpec
     text: TextSpec
     server: ServerSpec
     replicas: int
+    max_replicas: int
     decisions: tuple[Decision, ...]

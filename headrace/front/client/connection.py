@@ -59,7 +59,7 @@ class Connection:
     """One core. `hello` is None while it is not connected."""
 
     def __init__(self, path: str, receiver: Receiver, limits: Limits) -> None:
-        self._path = path
+        self.path = path
         self._receiver = receiver
         self._limits = limits
         self._codec: Codec[ToCore | ToFront] = Codec(ToFront)
@@ -153,7 +153,7 @@ class Connection:
     async def _connected(self) -> _Frames:
         frames = _Frames(self._take)
         loop = asyncio.get_running_loop()
-        transport, _ = await loop.create_unix_connection(lambda: frames, self._path)
+        transport, _ = await loop.create_unix_connection(lambda: frames, self.path)
         transport.get_extra_info("socket").setsockopt(
             socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES
         )

@@ -25,17 +25,16 @@ from headrace.base.wire.request import Hello, SamplingParams
 from headrace.front.client.admission_retry import left_of
 from headrace.front.client.beam import beam_search
 from headrace.front.client.events import (
-    Delta,
-    Ended,
     Event,
     Events,
     Generation,
-    ScoredToken,
     Started,
 )
 from headrace.front.client.inputs import InputChecker
 from headrace.front.client.limits import Limits, RequestBounds
 from headrace.front.client.outputs import ChoiceState
+from headrace.front.client.ranked import best_of
+from headrace.front.client.replicas import Replicas
 from headrace.front.client.stream import CoreHandle, GenerationStream
 from headrace.front.client.weights import push_weights
 from headrace.front.text.tokenizer import Tokenizer
@@ -46,7 +45,8 @@ _SHARED_PROMPT_TOKENS = 64
 
 
 class AsyncLLM:
-    """Implements `events.EngineClient`. Belongs to the event loop in which `start` ran."""
+    """Implements `events.EngineClient`. Belongs to the event loop in which `start` ran. So many
+    `replicas` of the cores are always there, None: all; the others may come and go."""
 
     def __init__(
         self,
@@ -55,6 +55,7 @@ class AsyncLLM:
         *,
         limits: Limits | None = None,
         tokenizer: Tokenizer | None = None,
+        replicas: int | None = None,
     ) -> None:
         self.text = text
         self.limits = limits or Limits()
@@ -63,6 +64,7 @@ class AsyncLLM:
         )
         self._checker = InputChecker(self.tokenizer, self.limits)
         self._cores = [CoreHandle(path, self.limits) for path in socket_paths]
+        self.replicas = Replicas(self._cores, replicas, start_s=self.limits.hello_timeout_s)
         self._labels: dict[str, list[GenerationStream]] = {}
         self._new_stream: Callable[..., GenerationStream] = GenerationStream
 
@@ -76,7 +78,7 @@ class AsyncLLM:
         """Waits for the Hello of every core; Unavailable if one does not come in time."""
         try:
             async with asyncio.timeout(self.limits.hello_timeout_s):
-                for core in self._cores:
+                for core in self.replicas.expected:
                     await core.connection.wait_ready()
         except TimeoutError:
             waited = f"{self.limits.hello_timeout_s:g} s"
@@ -126,7 +128,7 @@ class AsyncLLM:
     @property
     def degraded(self) -> bool:
         """See `events.EngineClient.degraded`."""
-        return not all(core.serves for core in self._cores)
+        return not all(core.serves for core in self.replicas.expected)
 
     @property
     def stalled(self) -> bool:
@@ -142,7 +144,7 @@ class AsyncLLM:
     @property
     def connected(self) -> tuple[int, int]:
         """See `events.EngineClient.connected`."""
-        return len(self._hellos), len(self._cores)
+        return len(self._hellos), len(self.replicas.expected)
 
     @property
     def adapters(self) -> Sequence[str]:
@@ -270,12 +272,12 @@ class AsyncLLM:
 
     async def call(self, operation: str, **arguments: object) -> list[object]:
         """See `events.EngineClient.call`."""
-        calls = [core.connection.call(operation, **arguments) for core in self._cores]
+        calls = [core.connection.call(operation, **arguments) for core in self.replicas.expected]
         return list(await asyncio.gather(*calls))
 
     async def call_each(self, operation: str, **arguments: object) -> list[object]:
         """See `events.EngineClient.call_each`."""
-        calls = [core.connection.call(operation, **arguments) for core in self._cores]
+        calls = [core.connection.call(operation, **arguments) for core in self.replicas.expected]
         replies = await asyncio.gather(*calls, return_exceptions=True)
         for reply in replies:
             if isinstance(reply, BaseException) and not isinstance(reply, HeadraceError):
@@ -354,47 +356,9 @@ def choice_seed(seed: int | None, index: int) -> int | None:
     return splitmix.mix(seed + index * splitmix.GAMMA) >> 1
 
 
-class _RankedAnswer(msgspec.Struct):
-    text: str = ""
-    token_ids: list[int] = []
-    scores: list[ScoredToken] = []
-    ended: Ended | None = None
-
-    def mean_logprob(self) -> float:
-        assert self.ended is not None and self.ended.cumulative_logprob is not None
-        return self.ended.cumulative_logprob / max(len(self.token_ids), 1)
-
-
 def choice_params(params: SamplingParams, index: int) -> SamplingParams:
     """The parameters of answer `index`; only answer 0 scores the prompt and tells its attention."""
     if index == 0:
         return params
     seed = choice_seed(params.seed, index)
     return _replace(params, seed=seed, prompt_logprobs=None, capture_layers=())
-
-
-async def best_of(events: Events, *, n: int, candidates: int, keep_scores: bool) -> Events:
-    """The `n` answers with the highest mean log-probability out of `candidates`, in that order,
-    once all have ended."""
-    answers = [_RankedAnswer() for _ in range(candidates)]
-    async for event in events:
-        if isinstance(event, Delta):
-            answer = answers[event.index]
-            answer.text += event.text
-            answer.token_ids += event.token_ids
-            answer.scores += event.scores or []
-        elif isinstance(event, Ended):
-            answers[event.index].ended = event
-        else:
-            yield event
-    answers.sort(key=_RankedAnswer.mean_logprob, reverse=True)
-    for index, answer in enumerate(answers[:n]):
-        assert answer.ended is not None
-        yield Delta(
-            index=index,
-            text=answer.text,
-            token_ids=answer.token_ids,
-            scores=answer.scores if keep_scores else None,
-        )
-        cumulative = answer.ended.cumulative_logprob if keep_scores else None
-        yield msgspec.structs.replace(answer.ended, index=index, cumulative_logprob=cumulative)

@@ -180,6 +180,8 @@ async def serve(
         )
         working.append(asyncio.ensure_future(admin_server._serve([admin])))
     services.shut_down = lambda: report(status, Report(stop=True))
+    if services.replicas is not None:
+        services.replicas.ask = lambda count: report(status, Report(replicas=count))
     remote = await _start_grpc(services)
     server.stand_in(listener)
     server.guard.start()
@@ -202,7 +204,8 @@ def _described(spec: ApiSpec) -> dict[str, object]:
     document: dict[str, object] = msgspec.to_builtins(
         {
             "engine": spec.engine,
-            "replicas": 1 if spec.models else len(spec.socket_paths),
+            "replicas": 1 if spec.models else spec.replicas or len(spec.socket_paths),
+            "max_replicas": 1 if spec.models else len(spec.socket_paths),
             "decisions": [_decision_fields(one) for one in spec.decisions],
         }
     )

@@ -55,7 +55,9 @@ def make_services(spec: ApiSpec, pool: socket.socket | None) -> tuple[Services, 
     tokenizer = tokenizer_of(text)
     if pool is None:
         engine = client_of(spec, text, spec.socket_paths, tokenizer)
-        return services_over(engine, tokenizer, text, spec.server), engine
+        services = services_over(engine, tokenizer, text, spec.server)
+        services.replicas = engine.replicas
+        return services, engine
 
     def make(base: Services, own: TextSpec, socket_path: str) -> Services:
         is_default = own == base.text
@@ -79,13 +81,22 @@ def client_of(
     leaves too little to shift."""
     keep, limits = spec.server.context_keep, limits_of(spec)
     if not spec.server.context_shift or not text.generates:
-        return AsyncLLM(text, socket_paths, limits=limits, tokenizer=tokenizer)
+        return AsyncLLM(
+            text, socket_paths, limits=limits, tokenizer=tokenizer, replicas=spec.replicas
+        )
     if keep > text.max_model_len // 2:
         raise StartError(
             f"--context-keep {keep}: at most half of the context may stay, {text.max_model_len // 2} of "
             f"{text.max_model_len} tokens"
         )
-    return ShiftingLLM(text, socket_paths, keep=keep, limits=limits, tokenizer=tokenizer)
+    return ShiftingLLM(
+        text,
+        socket_paths,
+        keep=keep,
+        limits=limits,
+        tokenizer=tokenizer,
+        replicas=spec.replicas,
+    )
 
 
 def tokenizer_of(text: TextSpec) -> Tokenizer:

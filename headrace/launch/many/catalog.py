@@ -144,12 +144,14 @@ def _check(options: Options) -> None:
             f"--served-model-name: with {flag} each model has its own name (and aliases)",
             field="served_model_name",
         )
-    if options.device.replicas > 1:
-        raise ConfigError(
-            f"--replicas {options.device.replicas}: with {flag} each model has one engine core; "
-            "start a server for each replica behind a load balancer",
-            field="replicas",
-        )
+    device = options.device
+    for field, count in (("replicas", device.replicas), ("max_replicas", device.max_replicas or 1)):
+        if count > 1:
+            raise ConfigError(
+                f"--{field.replace('_', '-')} {count}: with {flag} each model has one engine core; "
+                "start a server for each replica behind a load balancer",
+                field=field,
+            )
 
 
 def _file_entries(name: str) -> list[ModelEntry]:

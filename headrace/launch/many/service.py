@@ -43,7 +43,7 @@ from headrace.launch.many.pool import ModelPool
 from headrace.launch.many.pooled import AT_REST, PooledModel, load_error
 from headrace.launch.prestart import CORE_MODULE, import_ahead, prestart
 from headrace.launch.supervisor import Supervisor
-from headrace.launch.topology import RuntimeFolder
+from headrace.launch.topology import Report, RuntimeFolder
 
 NOBODY = 0
 """The client that wants pinned models: it is answered nothing."""
@@ -97,6 +97,10 @@ class ModelService:
                 self.pool.change(NOBODY, ChangeModel(number=0, model=model.index, load=True))
         self.pool.turn()
         self._keep_spare()
+
+    def asked(self, message: Report) -> None:
+        """See LoopPart: each model has one engine core."""
+        raise AssertionError(message)
 
     def turn(self) -> None:
         """See LoopPart."""

@@ -1,7 +1,7 @@
 """Administration on the API's own port, behind the admin key, under the names that scripts for vLLM
 use: each leads to an operation, with that name's defaults and answer.
 
-What is not built here (elastic scaling) is refused by name: REFUSED is that table."""
+What is not built here is refused by name: REFUSED is that table."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from msgspec import Meta
 
 from headrace import __version__
 from headrace.base.errors import InvalidRequest
-from headrace.front.server.administration import adapters, weights
+from headrace.front.server.administration import adapters, replicas, weights
 from headrace.front.server.administration.operations import OPERATIONS, Json, Operation
 from headrace.front.server.administration.parameters import (
     AbortParameters,
@@ -64,11 +64,6 @@ async def collective(context: RequestContext, asked: CollectiveParameters) -> Js
 async def reset_media(context: RequestContext, asked: NoParameters) -> Json:
     """Nothing of media is cached, so that nothing is left to forget."""
     return {"success": True}
-
-
-async def is_scaling(context: RequestContext, asked: NoParameters) -> Json:
-    """Never: the number of replicas is fixed at start."""
-    return {"is_scaling_elastic_ep": False}
 
 
 async def kv_event_sources(context: RequestContext, asked: NoParameters) -> Json:
@@ -194,8 +189,19 @@ NAMED = (
     NamedRoute(path="/get_world_size", operation=_AT["world_size"]),
     NamedRoute(
         path="/is_scaling_elastic_ep",
-        operation=Operation(name="is_scaling_elastic_ep", run=is_scaling),
+        operation=Operation(name="is_scaling_elastic_ep", run=replicas.is_scaling),
         methods=("GET", "POST"),
+    ),
+    NamedRoute(
+        path="/scale_elastic_ep",
+        operation=Operation(
+            name="scale_elastic_ep",
+            run=replicas.scale,
+            parameters=replicas.ScaleParameters,
+            changes=True,
+        ),
+        reads=replicas.ScaleParameters,
+        has_body=True,
     ),
     NamedRoute(
         path="/kv_event_sources",
@@ -210,13 +216,11 @@ _NO_KV_RELEASE = (
     "the KV cache cannot be given back alone; POST /sleep?level=1&mode=keep gives back weights "
     "and cache"
 )
-_NO_SCALING = "elastic scaling is not part of this server; start it anew with another --replicas"
 _NO_FAULTS = "fault tolerance by hand is not part of this server; cores that die are restarted"
 REFUSED: Mapping[str, str] = {
     "/release_kv_cache": _NO_KV_RELEASE,
     "/release_kv_cache_memory": _NO_KV_RELEASE,
     "/update_weights_from_ipc": _NO_ZMQ,
-    "/scale_elastic_ep": _NO_SCALING,
     "/fault_tolerance/apply": _NO_FAULTS,
     "/fault_tolerance/status": _NO_FAULTS,
 }

@@ -112,7 +112,7 @@ async def config(context: RequestContext, asked: NoParameters) -> Json:
         "max_model_len": context.services.text.max_model_len,
         "tp": engine["device"].get("tensor_parallel", 1),
         "pp": engine["device"].get("pipeline_parallel", 1),
-        "dp": resolved.get("replicas", 1),
+        "dp": 1 if (cores := context.services.replicas) is None else len(cores.expected),
     }
     whole = engine["device"].get("expert_parallel", False)
     return {**short, "ep": short["tp"] if whole else 1, **resolved}
@@ -188,11 +188,11 @@ def num_workers(context: RequestContext) -> int:
     """Workers of all engine cores."""
     resolved = context.services.config
     engine: Any = resolved.get("engine")
-    replicas: Any = resolved.get("replicas", 1)
     if not engine:
         return 0
-    device = engine["device"]
-    return int(device["tensor_parallel"]) * int(device["pipeline_parallel"]) * int(replicas)
+    device, cores = engine["device"], context.services.replicas
+    copies = 1 if cores is None else len(cores.expected)
+    return int(device["tensor_parallel"]) * int(device["pipeline_parallel"]) * copies
 
 
 async def pause(context: RequestContext, asked: PauseParameters) -> Json:

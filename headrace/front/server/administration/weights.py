@@ -207,7 +207,7 @@ def _check_format(form: str | None, allowed: tuple[str, ...]) -> None:
 
 async def join(context: RequestContext, asked: JoinParameters) -> Json:
     """Meets the trainer in a process group; answers once all its members have come."""
-    replicas: Any = context.services.config.get("replicas", 1)
+    replicas: Any = context.services.config.get("max_replicas", 1)
     if int(replicas) > 1:
         raise Unsupported(
             "process groups for weights take one engine core: start it with --replicas 1, or push "

@@ -56,6 +56,7 @@ from headrace.front.text.templates import TemplatePool
 from headrace.front.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from headrace.front.client.replicas import Replicas
     from headrace.front.client.transcription import SpeechModel
     from headrace.front.media.prompt_vectors import Preparer
     from headrace.front.server.conversation.tracing import RequestTrace, Tracer
@@ -119,13 +120,11 @@ class Services:
 
     `warm`: start-up is over; `start_phase`: what it waits for until then. `leaving`: not ready any
     more, so that load balancers turn away. `draining`: no new work. `abandon` is set when running
-    work must end now; `shut_down` asks for what SIGTERM does. Templates that come with requests
-    are rendered by `guest_templates`: they cannot hold up the model's own. `answers`: the format
-    of the model's reasoning and tool calls. `interval`: what a chunk holds unless a request says
-    so. `media`: for models that take more than text; `speech`: for those that hear. `sealer` is the
-    same in every API process of a server. `models`: where there are several; these are then the
-    services of the default one, with an engine that stands for all. `body_checks` read large
-    documents before this process does."""
+    work must end now; `shut_down` asks for what SIGTERM does. `guest_templates` render those of
+    requests. `answers`: the format of the model's reasoning and tool calls. `interval`: what a
+    chunk holds. `media` and `speech`: of models that take these. `sealer` is the same in every API
+    process. `models`: of several, these are the services of the default one, and the engine stands
+    for all. `body_checks` read large documents first. `replicas`: the cores of one model."""
 
     engine: EngineClient
     tokenizer: Tokenizer
@@ -149,6 +148,7 @@ class Services:
     line_routes: Mapping[str, LineRoute] = field(default_factory=dict)
     store: ResponseStore | None = None
     models: ModelChoice | None = None
+    replicas: Replicas | None = None
     background: set[asyncio.Task[None]] = field(default_factory=set)
     probe: asyncio.Future[bool] | None = None
     warm: bool = False

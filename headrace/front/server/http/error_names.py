@@ -43,6 +43,7 @@ ERROR_NAMES: Mapping[str, ErrorNames] = {
     "ModelNotFound": _row("not_found_error", "model_not_found", "NotFoundError"),
     "MethodNotAllowed": _row(_BAD, None, "Method Not Allowed"),
     "HeaderTimeout": _row(_BAD, None, "Request Timeout"),
+    "DrainTimeout": _row("timeout", "drain_timeout", "Request Timeout"),
     "Conflict": _row("conflict", None, "Conflict"),
     "TooLarge": _row(_BAD, "request_too_large", "Request Entity Too Large"),
     "UnsupportedMedia": _row(_BAD, None, "Unsupported Media Type"),

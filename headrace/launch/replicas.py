@@ -1,0 +1,104 @@
+"""Engine cores that come and go while a server runs, beside those that are always there.
+
+Whoever wants another number sees to it first that those that are to go have nothing left to do:
+they are told to end, and end with status 0. A core that cannot start leaves the reason in a file
+beside its socket, where API processes that wait for it look.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import socket
+import time
+from collections.abc import Callable
+
+from headrace.launch.api_process import failure_at
+from headrace.launch.children import ManagedProcess, ProcessOwner
+from headrace.launch.supervisor import Supervisor
+from headrace.launch.topology import Report
+
+log = logging.getLogger(__name__)
+
+
+class ElasticCores:
+    """Implements `supervisor.LoopPart` and `children.ProcessOwner`. Cores are numbered; `fixed` of
+    them are the supervisor's own, `most` is how many there may be. `path_of`: a core's socket."""
+
+    def __init__(
+        self,
+        make: Callable[[int, ProcessOwner], ManagedProcess],
+        path_of: Callable[[int], str],
+        *,
+        fixed: int,
+        most: int,
+    ) -> None:
+        self._make, self._path_of = make, path_of
+        self._fixed, self._most, self._count = fixed, most, fixed
+        self._supervisor: Supervisor | None = None
+        self._cores: dict[int, ManagedProcess] = {}
+        self._ending: set[int] = set()
+
+    def begin(self, supervisor: Supervisor) -> None:
+        """See LoopPart."""
+        self._supervisor = supervisor
+
+    def asked(self, message: Report) -> None:
+        """See LoopPart: cores are started, or told to end."""
+        self._count = min(max(message.replicas, self._fixed), self._most)
+        log.info("engine cores: %d from now on", self._count)
+        for index in range(self._fixed, self._count):
+            if index not in self._cores:
+                self._begin_core(index)
+        for index in [one for one in self._cores if one >= self._count]:
+            self._end_core(index)
+
+    def turn(self) -> None:
+        """See LoopPart."""
+
+    def due(self) -> float:
+        """See LoopPart."""
+        return math.inf
+
+    def close(self) -> None:
+        """See LoopPart."""
+
+    def on_ready(self, managed: ManagedProcess) -> None:
+        """See ProcessOwner."""
+        log.info("%s is ready", managed.name)
+
+    def on_death(self, managed: ManagedProcess, status: int) -> None:
+        """See ProcessOwner: one that was told to end is forgotten, one that served is started
+        again, one that could not start is given up."""
+        index = next(number for number, one in self._cores.items() if one is managed)
+        was_ending, is_wanted = index in self._ending, index < self._count
+        self._ending.discard(index)
+        if was_ending:
+            log.info("%s has ended (exit status %d)", managed.name, status)
+            delay_s: float | None = 0.0
+        else:
+            log.error("%s died (exit status %d)", managed.name, status)
+            delay_s = managed.restart_delay_s(time.monotonic()) if managed.ready else None
+        if is_wanted and delay_s is not None:
+            managed.restart_at = time.monotonic() + delay_s
+            return
+        del self._cores[index]
+        if is_wanted:
+            why = managed.error or f"its process ended (exit status {status})"
+            failure_at(self._path_of(index)).write_text(why)
+
+    def _begin_core(self, index: int) -> None:
+        assert self._supervisor is not None
+        failure_at(self._path_of(index)).unlink(missing_ok=True)
+        self._cores[index] = self._make(index, self)
+        self._supervisor.add(self._cores[index])
+
+    def _end_core(self, index: int) -> None:
+        """The end of the stream tells a core to end; one that waits to be started again is not."""
+        managed = self._cores[index]
+        managed.restart_at = None
+        if managed.child is None:
+            del self._cores[index]
+            return
+        self._ending.add(index)
+        managed.child.status.shutdown(socket.SHUT_WR)
