@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import base64
 import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -319,3 +320,46 @@ def test_a_model_that_judges_pairs_and_embeds_sees_both_sides(tmp_path: Path) ->
         hidden = seen(f"<|im_start|>user\n{mark}fox<|im_end|>\n", one).hidden_states[-1][0, -1]
         expected = torch.nn.functional.normalize(hidden, dim=0).numpy()
         assert np.abs(np.array(answer["embedding"]) - expected).max() < 1e-4
+
+
+LAYOUTS = {
+    "of its authors": ("", "custom_text_proj", {}),
+    "below model": ("model.", "custom_text_proj", {"embed_dim": DIM}),
+    "below vlm": ("vlm.model.", "embedding_proj_layer", {"dims": DIM}),
+}
+
+
+@pytest.mark.slow
+def test_three_layouts_of_one_checkpoint_give_the_same_vectors(tmp_path: Path) -> None:
+    """REG-094: names of tensors below different prefixes, two of the projection, its size stated or not."""
+    first = tmp_path / "first"
+    first.mkdir()
+    ids = write_tokenizer(
+        first, mark="<|vision_start|><|image_pad|><|vision_end|>", more=("<pad>",)
+    )
+    tokens = {"image_token_id": ids["<|image_pad|>"], "video_token_id": ids["<|video_pad|>"]}
+    text = {**TEXT_SIZES, "vocab_size": ids[""], "max_position_embeddings": 512, "pad_token_id": 0}
+    write_processors(first, 4, BOUNDS, (64, 32 * 32))
+    write_colqwen3(first, {**text, "rope_parameters": ROPES}, tokens)
+    stored = safetensors.torch.load_file(first / "model.safetensors")
+    config = json.loads((first / "config.json").read_text())
+    found = []
+    for name, (prefix, projection, size) in LAYOUTS.items():
+        folder = tmp_path / name
+        shutil.copytree(first, folder)
+        tensors = {
+            key.replace("custom_text_proj", projection) if "proj." in key and "custom" in key
+            else prefix + key: value
+            for key, value in stored.items()
+        }  # fmt: skip
+        safetensors.torch.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        (folder / "config.json").write_text(json.dumps({**config, **size}))
+        with serving(None, str(folder), "--threads", "1", "--dtype", "float32") as served:
+            late = Late("colqwen3", served, None, None, 0)
+            pages = [{"image": url(picture(40, 24, seed=1))}, {"text": "the quick fox"}]
+            found.append(
+                [np.array(late.post("/pooling", input=[one])["data"][0]["data"]) for one in pages]
+            )
+    for other in found[1:]:
+        for one, same in zip(found[0], other, strict=True):
+            assert one.shape == same.shape and np.array_equal(one, same)

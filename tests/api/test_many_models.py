@@ -133,6 +133,20 @@ def test_models_are_loaded_and_unloaded_by_hand_and_by_keep_alive(server: Served
     eventually(lambda: states(server)["blue"] == "unloaded", within_s=10)
 
 
+def test_a_model_that_went_leaves_no_process_and_comes_again(server: Served) -> None:
+    """REG-068, REG-069, of what grows and shrinks here: the socket of a core that has gone serves the next one."""
+    body = {"model": "blue", "prompt": "hi", "max_tokens": 1}
+    before = {core.pid for core in server.cores}  # one of them waits for the next model
+    for _ in range(2):
+        assert change(server, "load", "blue").json()["success"]
+        assert server.post("/v1/completions", body).status_code == 200
+        loaded = {core.pid for core in server.cores}
+        assert change(server, "unload", "blue").json()["success"]
+        eventually(lambda: len({core.pid for core in server.cores}) == len(before), within_s=30)
+        gone = loaded - {core.pid for core in server.cores}
+        assert len(gone) == 1 and not any(psutil.pid_exists(pid) for pid in gone), "a zombie"
+
+
 def test_a_request_that_waits_for_memory_is_explained_and_served(server: Served) -> None:
     asked = {"model": SLOW, "prompt": "hi", "max_tokens": 100, "ignore_eos": True}
     replies: dict[str, Any] = {}

@@ -68,6 +68,16 @@ def test_a_number_is_read(eye: openai.OpenAI) -> None:
     assert asked(eye, "Which number is this?", picture) == "427"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("lines", ["CASHIER 17\nTEA 3,000\nTOTAL 8,000", "TEA 3\nCAKE 5\nTOTAL 8"])
+def test_a_receipt_is_read_line_by_line_and_no_line_twice(eye: openai.OpenAI, lines: str) -> None:
+    """MOD-05, REG-050."""
+    picture, draw = blank()
+    for place, line in enumerate(lines.splitlines()):
+        draw.text((12, 12 + 44 * place), line, fill="black", font=ImageFont.load_default(22))
+    assert asked(eye, "What does the image say?", picture) == lines
+
+
 def test_a_word_is_read_and_red_circles_are_counted(eye: openai.OpenAI) -> None:
     picture, draw = blank()
     draw.text((20, 55), "Hello", fill=(20, 40, 160), font=ImageFont.load_default(44))

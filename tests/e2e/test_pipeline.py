@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,6 +37,7 @@ from tests.e2e.test_speculation import Answer, assert_equal, run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 FLOAT32 = {"dtype": "float32"}
+DRAFTS = Path(__file__).parents[2] / "demo" / "model"
 NGRAM = SpeculationOptions(method="ngram", num_speculative_tokens=4, adaptive=False)
 
 
@@ -50,6 +52,7 @@ class Case(NamedTuple):
     kv: dict[str, Any] = {}
     step: int = 64
     experts: bool = False
+    exchange: str = "allreduce"
 
     def spec(self, stages: int, *, in_parts: bool = False) -> EngineSpec:
         tree = Options(
@@ -61,6 +64,7 @@ class Case(NamedTuple):
                 pipeline_layers=self.layers if stages > 1 else None,
                 sequence_parallel=in_parts,
                 enable_expert_parallel=self.experts,
+                all2all_backend=self.exchange,
             ),
             model=ModelOptions(max_model_len=512, **({"deterministic": True} | self.model)),
             kv=KVOptions(kv_blocks=200, **self.kv),
@@ -142,6 +146,27 @@ def test_ranks_draft_without_a_difference(method: str) -> None:
     drafted, core = answers(Case(ranks=2, speculation=drafts).spec(1))
     assert_equal(answers(Case(ranks=2).spec(1))[0], drafted)
     assert core.scheduler.speculation.stats.num_accepted_tokens > 20
+
+
+@pytest.mark.parametrize("exchange", ["allreduce", "ragged", "padded"])
+def test_a_rank_without_a_token_drafts_and_takes_part_all_the_same(exchange: str) -> None:
+    """PAR-10, REG-070: one request on two ranks with whole experts, and a drafter with weights."""
+    drafts = SpeculationOptions(
+        method="draft_model", model=str(DRAFTS), num_speculative_tokens=2, adaptive=False
+    )
+    experts = Case(ranks=2, experts=True, model={"demo": "mixture", **FLOAT32})
+    written = []
+    for case in (experts._replace(exchange=exchange, speculation=drafts), experts):
+        spec = case.spec(1)
+        core = EngineCore(spec, make_executor(spec))
+        try:
+            (request,) = test_speculation.requests_of(spec, 1, lengths=(40,))
+            written.append(run(core, [request]))
+            stats = core.scheduler.speculation.stats
+            assert (stats.num_draft_tokens > 4) == (case.speculation is not None)
+        finally:
+            core.close()
+    assert_equal(*written)
 
 
 @pytest.mark.parametrize("stages", [1, 2])

@@ -13,6 +13,9 @@ from headrace.back.kernels.linear import mkldnn
 from headrace.back.kernels.linear import op as linear
 from headrace.back.kernels.rms_norm import op as rms_norm
 from headrace.back.kernels.rope import op as rope
+from headrace.back.kernels.route import op as route
+from headrace.back.kernels.step_inputs.op import HEADER, SLOT, StepInputsProblem
+from headrace.back.kernels.step_verify import op as step_verify
 
 
 def test_norm_divides_by_the_root_mean_square_and_multiplies_by_the_weight() -> None:
@@ -116,4 +119,39 @@ def test_a_large_layer_is_checked_on_all_inputs_and_a_slice_of_the_outputs() -> 
     assert (sample.problem.inputs, sample.problem.outputs) == (4099, 256 + 151_936 % 256)
     assert [x.shape for (x,) in (sample.arguments, *sample.further)] == [
         (rows, 4099) for rows in (3, 1, 40)
+    ]
+
+
+@pytest.mark.parametrize("renormalize", [False, True])
+def test_a_bias_chooses_experts_and_groups_and_weighs_nothing(renormalize: bool) -> None:
+    """REG-040: of four groups of two the bias lifts the last two above all others."""
+    problem = route.RouteProblem(
+        device="cpu", experts=8, top_k=3, score="sigmoid", renormalize=renormalize, scale=2.5,
+        groups=4, kept_groups=2, group_score="top2", bias=True,
+    )  # fmt: skip
+    logits = torch.tensor([[3.0, 2.0, 1.0, 0.5, -1.0, -2.0, -0.5, -3.0]])
+    bias = torch.tensor([0.0, 0.0, 0.0, 0.0, 5.0, 5.0, 5.0, 5.0])
+    expert, weight = route.OP.reference.bind(problem, bias)(logits)
+    assert expert.tolist() == [[6, 4, 5]]
+    scores = [1 / (1 + math.exp(-float(logits[0, i]))) for i in (6, 4, 5)]
+    total = sum(scores) if renormalize else 1.0
+    torch.testing.assert_close(weight, torch.tensor([[2.5 * one / total for one in scores]]))
+
+
+def test_padding_of_a_step_that_verifies_is_no_row() -> None:
+    """SPC-03, REG-084: 11 query tokens of rows of up to 4 in a step of 13, four rows in one of nine."""
+    problem = StepInputsProblem(device="cpu", block_tokens=16, max_rows=9, speculates=True)
+    sample = step_verify.OP.sample(problem)
+    words, token_T, _, tables, _, ring = sample.arguments
+    rows = words[HEADER : HEADER + 4].tolist()
+    tokens, lengths = tables.tokens_MC.clone(), tables.length_M.clone()
+    step_verify.OP.reference.bind(sample.problem)(*sample.arguments)
+    others = [row for row in range(len(lengths)) if row not in rows]
+    assert torch.equal(tables.tokens_MC[others], tokens[others])
+    assert torch.equal(tables.length_M[others], lengths[others])
+    told = ring[int(words[SLOT]), 0, : len(token_T)].tolist()
+    assert told[11:] == [step_verify.UNDRAFTED] * 2
+    grown = (tables.length_M - lengths)[rows].tolist()
+    assert grown == [
+        sum(token >= 0 for token in told[a:b]) for a, b in ((0, 4), (4, 5), (5, 8), (8, 11))
     ]

@@ -3,6 +3,7 @@ in chunks, beside other requests, behind a cached prefix and after preemption.""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,9 @@ import pytest
 import torch
 
 from headrace.back.executor.inline import InlineExecutor
+from headrace.back.kernels.attention.op import OP as ATTENTION
+from headrace.back.kernels.attention.op import AttentionProblem
+from headrace.back.kernels.op import KernelChoice, Op
 from headrace.back.runner.kv_layout import lay_out
 from headrace.base.config.resolved import DeviceSpec, EngineSpec, KVSpec, SchedulerSpec
 from headrace.base.errors import CheckpointError
@@ -20,6 +24,7 @@ from tests.models.test_parity import tiny_config
 
 BLOCK = 16
 FAMILIES = ("gemma4-shared", "gemma3n")
+LAYER_TYPES = [*["full_attention"] * 2, *["sliding_attention"] * 2] * 2
 
 
 def engine(folder: Path, **kv: Any) -> EngineCore:
@@ -78,6 +83,28 @@ def test_a_layer_that_reads_the_cache_of_another_takes_no_memory(tmp_path: Path)
         BLOCK * token[0],
         2 * BLOCK * token[1],
     ]
+
+
+def test_layers_of_one_group_may_have_two_kernels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ENG-24, REG-028: one plan serves both; a group of full attention and one of windows."""
+    taken: list[str] = []
+
+    def choose(problem: AttentionProblem, *, invariant: bool = False) -> KernelChoice[Any]:
+        usual = Op.choose(ATTENTION, problem, invariant=invariant)
+        taken.append(usual.kernel.name if len(taken) % 2 else ATTENTION.reference.name)
+        return usual if len(taken) % 2 else replace(usual, kernel=ATTENTION.reference)
+
+    monkeypatch.setattr(ATTENTION, "choose", choose)
+    config = tiny_config("gemma2")
+    config.update({"num_hidden_layers": 8, "layer_types": LAYER_TYPES})
+    oracle = save_oracle(config, tmp_path)
+    core = engine(tmp_path, memory_bytes=1 << 20)
+    assert len(set(taken)) == 2 and len(core.kv.groups) == 2
+    prompts = dict(enumerate(prompts_of(41, 23), start=1))
+    assert answers(core, prompts)[0] == {id: greedy(oracle, prompts[id]) for id in prompts}
+    core.executor.close()
 
 
 def test_sharing_that_leaves_a_kind_of_layer_without_a_cache_is_refused(tmp_path: Path) -> None:

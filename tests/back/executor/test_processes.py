@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 from headrace.back.executor.channel import TO_WORKER, StartWorker
 from headrace.back.executor.processes import ProcessExecutor, WorkerProcess
 from headrace.base.errors import CheckpointError, EngineDead, StartError
+from headrace.launch import prestart
 from tests.back.driver import Driver, greedy_reference
 from tests.back.tiny_model import TinyModel, tiny_spec
 from tests.stopwatch import Stopwatch
@@ -158,6 +160,23 @@ def test_ranks_never_use_the_links_multicast(monkeypatch: pytest.MonkeyPatch) ->
                 assert f"NCCL_NVLS_ENABLE={wanted}".encode() in seen
         finally:
             executor.close()
+
+
+def test_a_variable_of_a_library_reaches_cores_and_workers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """KVT-09, REG-080: as that which lets UCX export memory over a fabric; one that headrace does not know."""
+    monkeypatch.setenv("UCX_CUDA_IPC_ENABLE_MNNVL", "y")
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        core = prestart.start(prestart.CORE_MODULE, status=theirs)
+        worker = WorkerProcess(0)
+        for process in (core, worker.process):
+            seen = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
+            process.kill()
+            process.wait()
+            assert b"UCX_CUDA_IPC_ENABLE_MNNVL=y" in seen
+        worker.channel.close()
 
 
 def test_errors_at_start_come_through_as_what_they_are() -> None:

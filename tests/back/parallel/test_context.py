@@ -79,6 +79,7 @@ def partials(ranks: int, tokens: int = 5, heads: int = 4, seed: int = 3) -> tupl
 
 
 def test_parts_make_the_whole_softmax_and_empty_ones_no_nan() -> None:
+    """REG-064."""
     whole, whole_lse, parts = partials(3)
     out, lse = (torch.stack(one) for one in zip(*parts, strict=True))
     out[2] = math.nan  # of the rank that saw nothing
@@ -106,7 +107,7 @@ def test_a_sink_takes_its_share_at_the_end() -> None:
 def test_exchanges_hand_each_rank_its_heads(
     exchange: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """PAR-03: three ranks, one without a position."""
+    """PAR-03, REG-064: three ranks, one without a position."""
     whole, whole_lse, parts = partials(3, heads=6)
 
     def rank_main(rank: int, axis: Callable[..., Axis]) -> Any:
@@ -149,8 +150,8 @@ def plan_of(lengths: list[tuple[int, int]], tables: list[list[int]], size: int) 
     )
 
 
-def attended(mesh: Mesh, sinks_H: torch.Tensor) -> torch.Tensor:
-    """out_THD of a prompt of 19 tokens and one of one, over one KV head, by this rank's heads; the cache was NaN."""
+def attended(mesh: Mesh, sinks_H: torch.Tensor, kv_heads: int = 1) -> torch.Tensor:
+    """out_THD of a prompt of 19 tokens and one of one by this rank's heads; the cache was NaN."""
     scope = Scope(
         ledger=Ledger(),
         mesh=mesh,
@@ -160,20 +161,23 @@ def attended(mesh: Mesh, sinks_H: torch.Tensor) -> torch.Tensor:
         max_positions=64,
     )
     spec = AttentionSpec(
-        width=32, heads=HEADS, kv_heads=1, head_dim=DIM, scale=0.3, rope=None, sinks=True
+        width=32, heads=HEADS, kv_heads=kv_heads, head_dim=DIM, scale=0.3, rope=None, sinks=True
     )
     first, count = (mesh.tp.rank * HEADS // mesh.tp.size, HEADS // mesh.tp.size)
-    mine, context = slice(first, first + count), split_context(scope, kv_heads=1)
-    problem = spec.problem(scope, heads=count, kv_heads=1, sinks=True)
+    mine, context = slice(first, first + count), split_context(scope, kv_heads=kv_heads)
+    held = max(1, kv_heads // mesh.tp.size)
+    kept = slice(first * kv_heads // HEADS, first * kv_heads // HEADS + held)
+    problem = spec.problem(scope, heads=count, kv_heads=held, sinks=True)
     lengths = [(19, 19), (1, 1)]
     tables, size = ([[3, 1, 4], [2, 0, 0]], BLOCK * mesh.dcp.axis.size)
     plan = plan_of(lengths, tables, size)
     generator = torch.Generator().manual_seed(7)
     q_THD, k_TKD, v_TKD = (
-        torch.randn(20, heads, DIM, generator=generator) for heads in (HEADS, 1, 1)
+        torch.randn(20, heads, DIM, generator=generator) for heads in (HEADS, kv_heads, kv_heads)
     )
-    kv = torch.full((5, 2, 1, BLOCK, DIM), torch.nan)
-    write = bind_kv_write(scope, kv_heads=1, head_dim=DIM)
+    k_TKD, v_TKD = k_TKD[:, kept], v_TKD[:, kept]
+    kv = torch.full((5, 2, held, BLOCK, DIM), torch.nan)
+    write = bind_kv_write(scope, kv_heads=held, head_dim=DIM)
     if context is None:
         write(k_TKD, v_TKD, kv, plan.slot_T)
         return bind_attention(scope, problem, sinks_H[mine])(q_THD[:, mine].contiguous(), kv, plan)
@@ -195,6 +199,21 @@ def test_attention_over_ranks_that_share_the_context_is_that_of_one(
 
     found = torch.cat(run_threads(monkeypatch, ranks, rank_main), dim=1)
     assert (found - attended(Mesh(), sinks_H)).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_two_kv_heads_on_two_ranks_each_are_those_of_one_rank(
+    exchange: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """REG-065."""
+    sinks_H = torch.tensor([0.5, -1.0, 2.0, 0.0])
+
+    def rank_main(rank: int, axis: Callable[..., Axis]) -> Any:
+        split = ContextSplit(axis=axis("dcp", 2), exchange=exchange)
+        return attended(Mesh(tp=axis("tp"), dcp=split), sinks_H, 2)
+
+    found = torch.cat(run_threads(monkeypatch, 4, rank_main), dim=1)
+    assert (found - attended(Mesh(), sinks_H, 2)).abs().max() < 1e-5
 
 
 def config_of(name: str, ranks: int) -> Any:
@@ -284,6 +303,44 @@ def test_quantized_caches_have_the_numbers_of_one_rank(
     differs = (unquantized - expected).abs().max()
     for found in run_threads(monkeypatch, 2, rank_main):
         assert (found - expected).abs().max() <= 1e-3 * expected.abs().max()
+        assert (found - expected).abs().max() < differs / 4
+
+
+def test_stored_scales_of_a_cache_are_those_of_one_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """REG-066: of prompts in chunks and of decodes; other scales give other logits."""
+    from msgspec.structs import replace
+    from safetensors.torch import load_file, save_file
+
+    from headrace.back.models.load import load_model
+    from tests.models.oracle import BLOCK_TOKENS, model_spec, save_oracle
+    from tests.models.paged import random_rows, teacher_forced
+
+    config, file = config_of("qwen3", 2), tmp_path / "model.safetensors"
+    save_oracle(config, tmp_path)
+    plain = load_file(file)
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
+    written = {"quant_method": "compressed-tensors", "kv_cache_scheme": scheme}
+    spec = replace(model_spec(tmp_path, quantization_config=written), kv_dtype="fp8")
+    rows = random_rows(spec.logits_width, (19, 1, 11))
+
+    def logits(mesh: Mesh) -> torch.Tensor:
+        cpu = torch.device("cpu")
+        model, _ = load_model(spec, mesh=mesh, device=cpu, block_tokens=BLOCK_TOKENS)
+        run = {"block_tokens": BLOCK_TOKENS, "dtype": torch.float32}
+        return torch.cat(teacher_forced(model, rows, **run))
+
+    def rank_main(rank: int, axis: Callable[..., Axis]) -> Any:
+        return logits(Mesh(tp=axis("tp"), dcp=ContextSplit(axis=axis("dcp"))))
+
+    own = logits(Mesh())
+    layers = [f"model.layers.{i}.self_attn" for i in range(config.num_hidden_layers)]
+    scales = {f"{one}.{half}_scale": torch.tensor([0.37]) for one in layers for half in "kv"}
+    save_file({**plain, **scales}, file)
+    expected = logits(Mesh())
+    differs = (own - expected).abs().max()
+    for found in run_threads(monkeypatch, 2, rank_main):
         assert (found - expected).abs().max() < differs / 4
 
 

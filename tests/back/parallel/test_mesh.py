@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 
+from headrace.back.parallel import pipe
 from headrace.back.parallel.mesh import Axis, Mesh, pp_ranks, tp_ranks
 from headrace.back.parallel.pipe import GroupPipe, WrongStage
 
@@ -28,6 +32,16 @@ def test_a_rank_knows_its_number(size: int, stages: int) -> None:
     [(0, "receive_into"), (0, "send_back"), (1, "send_back"), (2, "send_on"), (2, "receive_back")],
 )
 def test_a_stage_refuses_what_is_anothers_to_send(stage: int, wrong: str) -> None:
-    pipe = GroupPipe(stage=stage, ranks=(0, 1, 2), forth=object(), back=object())
+    ends = GroupPipe(stage=stage, ranks=(0, 1, 2), forth=object(), back=object())
     with pytest.raises(WrongStage, match=rf"{wrong} is not for stage {stage} of 3"):
-        getattr(pipe, wrong)(None)
+        getattr(ends, wrong)(None)
+
+
+def test_it_refuses_without_assertions_too() -> None:
+    """REG-067: as `python -O` compiles the file."""
+    source = Path(str(pipe.__file__))
+    bare: dict[str, Any] = {"__name__": pipe.__name__}
+    exec(compile(source.read_text("utf-8"), source, "exec", optimize=1, dont_inherit=True), bare)
+    last = bare["GroupPipe"](stage=1, ranks=(0, 1), forth=object(), back=object())
+    with pytest.raises(bare["WrongStage"], match="send_on is not for stage 1 of 2"):
+        last.send_on(None)

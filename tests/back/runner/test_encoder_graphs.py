@@ -14,6 +14,7 @@ import pytest
 import torch
 import transformers
 
+from headrace.back.kernels.op import Op
 from headrace.back.kernels.upload import held, planned
 from headrace.back.layers.vision.encoder import MediaEncoder
 from headrace.back.models.load import load_model
@@ -202,6 +203,42 @@ def encoder_of(name: str, folder: Path, device: torch.device) -> MediaEncoder:
     model, _ = load_model(spec, mesh=Mesh(), device=device, block_tokens=8)
     assert model.media is not None
     return model.media
+
+
+def test_images_of_other_sizes_need_no_other_kernels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """KRN-25, REG-044: what a tower runs is chosen once, whatever it is shown, and is none of the decoder's."""
+    encoder = encoder_of("pixtral", tmp_path, CPU)
+
+    def choose(*problem: Any, **more: Any) -> Any:
+        raise AssertionError(f"another kernel is chosen: {problem}")
+
+    monkeypatch.setattr(Op, "choose", choose)
+    (form,) = encoder.forms
+    grids = {grid_of(form, tokens) for tokens in (4, 9, 16, 30, 60)}
+    for grid in grids:
+        encoder.encode(form.kind, rows_of(form, int(np.prod(grid)), 1), [grid])
+    assert len(grids) > 2
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name == "llava" else pytest.param(name, marks=pytest.mark.slow) for name in NAMES],
+)
+def test_an_encoder_gives_a_row_for_each_placeholder(name: str, tmp_path: Path) -> None:
+    """REG-087: as many as the form says, which the core asks of every prompt (core/media_checks.py), and once what it
+    has learned to put between. Of one input and of several unequal ones."""
+    encoder = encoder_of(name, tmp_path, CPU)
+    for form in encoder.forms:
+        grids = list(dict.fromkeys(grid_of(form, tokens) for tokens in (1, 6, 24, 60)))
+        for several in ([grids[0]], grids):
+            size = sum(int(np.prod(grid)) for grid in several)
+            given = encoder.encode(form.kind, rows_of(form, size, 1), several)
+            learned = 0 if form.packing is None else form.packing.num_learned
+            expected = sum(form.num_rows(grid) for grid in several) + learned
+            assert len(given) == expected, (form, several)
+            assert given.shape[1] == encoder.width * (1 + encoder.layers)
 
 
 @pytest.mark.slow

@@ -243,6 +243,7 @@ def test_bytes_become_blocks_and_too_few_are_refused_with_both_numbers() -> None
 
 
 def test_scrubbing_keeps_finite_values_and_other_blocks() -> None:
+    """REG-075: so that it may follow what has been copied into a block that was given away meanwhile."""
     layout = lay_out(forms_of([None]), block_tokens=8, dtype=torch.float32)
     memory = memory_of(layout, 3)
     tensor = memory.caches[0].view(3, -1)

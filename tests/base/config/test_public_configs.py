@@ -292,6 +292,16 @@ def test_a_public_config_is_read(name: str) -> None:
     assert (numbers.arrangement, numbers.bits, numbers.group) == (arrangement, bits, group)
 
 
+@pytest.mark.parametrize("groups", [{}, {"config_groups": {}}, {"config_groups": None}])
+def test_sparse_weights_need_no_groups(groups: dict[str, Any]) -> None:
+    """REG-056: plain numbers of which only some are stored."""
+    sparsity = {"format": "sparse-24-bitmask", "targets": ["Linear"], "sparsity_structure": "2:4"}
+    config = {"quant_method": "compressed-tensors", "sparsity_config": sparsity, **groups}
+    quantization = stored_quantization({"quantization_config": config}, "config.json")
+    assert quantization is not None
+    assert quantization.sparse == "sparse-24" and quantization.of(UP) is None
+
+
 REFUSED: dict[str, tuple[Any, str]] = {
     "marlin": ({**GPTQ, "is_marlin_format": True, "desc_act": True}, "desc_act"),
     "other words": ({**GPTQ, "pack_dtype": "int16"}, "pack_dtype"),
