@@ -117,16 +117,24 @@ def tenant_of(digest: str) -> str:
 
 def presented_digest(scope: Scope) -> str | None:
     """The digest of the key in the headers: `Authorization: Bearer KEY` (scheme in any case) or
-    `x-api-key: KEY`."""
+    `x-api-key: KEY`. Unauthorized where a header comes twice: a proxy may have looked at the
+    other."""
     bearer = api_key = None
     for name, value in scope["headers"]:
         if name == b"authorization":
+            _must_be_first(bearer, "Authorization")
             scheme, _, rest = value.strip().partition(b" ")
-            bearer = rest.strip() if scheme.lower() == b"bearer" else None
+            bearer = rest.strip() if scheme.lower() == b"bearer" else b""
         elif name == b"x-api-key":
+            _must_be_first(api_key, "x-api-key")
             api_key = value.strip()
     key = bearer or api_key
     return hashlib.sha256(key).hexdigest() if key else None
+
+
+def _must_be_first(before: bytes | None, name: str) -> None:
+    if before is not None:
+        raise Unauthorized(f"{name} is given more than once; send one key")
 
 
 def digest_matches(presented: str | None, known: str) -> None:

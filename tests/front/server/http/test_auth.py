@@ -1,4 +1,4 @@
-"""What one key may have in flight: requests, tokens, bytes; each API process has its part."""
+"""Which key is presented; what one key may have in flight: requests, tokens, bytes; each API process has its part."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from headrace.base.config.server_options import ServerOptions
-from headrace.base.errors import RateLimited
-from headrace.front.server.http.auth import KeyShares
+from headrace.base.errors import RateLimited, Unauthorized
+from headrace.front.server.http.auth import KeyShares, presented_digest
 from headrace.launch.resolve import server_spec
 
 
@@ -43,3 +43,13 @@ def test_without_bounds_tokens_and_bytes_are_not_bound() -> None:
 def test_a_bound_that_is_none_of_bytes_is_refused_by_its_flag() -> None:
     with pytest.raises(Exception, match="--max-bytes-per-key"):
         server_spec(msgspec.structs.replace(ServerOptions(), max_bytes_per_key="many"))
+
+
+@pytest.mark.parametrize("name", ["authorization", "x-api-key"])
+@pytest.mark.parametrize("first", [b"Bearer bad", b"Basic YTpi", b"bad", b""])
+def test_a_key_that_is_given_twice_is_none(name: str, first: bytes) -> None:
+    """P3: whoever stands before this server may have looked at the other one."""
+    twice = [(name.encode(), first), (name.encode(), b"Bearer good")]
+    with pytest.raises(Unauthorized, match="more than once; send one key"):
+        presented_digest({"type": "http", "headers": twice})
+    assert presented_digest({"type": "http", "headers": twice[1:]})
