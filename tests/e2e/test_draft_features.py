@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.draft_statistics import drafters
 from headrace.back.kernels.native.library import NativeLibrary, load
@@ -97,19 +98,23 @@ def test_adapters_and_stop_strings_say_what_they_say_without_drafts(
     assert answers(configs[kind]) == plain
 
 
+def about(width: int, height: int, seed: int) -> list[dict[str, Any]]:
+    """A conversation about a picture."""
+    data = base64.b64encode(encoded(picture(width, height, seed=seed))).decode()
+    parts = [
+        {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}},
+        {"type": "text", "text": "What is in it?"},
+    ]
+    return [{"role": "user", "content": parts}]
+
+
 def seen(config: dict[str, Any] | None) -> Iterator[str]:
     """What the bundled model that sees says of pictures, the second twice."""
     llm = LLM(str(DEMO / "models" / "vision"), speculative_config=config)
     try:
         for size in ((64, 64), (120, 40), (120, 40)):
-            data = base64.b64encode(encoded(picture(*size, seed=size[0]))).decode()
-            url = {"url": f"data:image/png;base64,{data}"}
-            parts = [
-                {"type": "image_url", "image_url": url},
-                {"type": "text", "text": "What is in it?"},
-            ]
             params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
-            (output,) = llm.chat([{"role": "user", "content": parts}], params, progress=False)
+            (output,) = llm.chat(about(*size, size[0]), params, progress=False)
             yield output.outputs[0].text
     finally:
         llm.close()
@@ -123,3 +128,34 @@ def test_prompts_with_images_are_answered_as_without_drafts(kind: str) -> None:
     plain = list(seen(None))
     assert plain[1] == plain[2]
     assert list(seen(config)) == plain
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=[
+                pytest.mark.gpu,
+                pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
+            ],
+        ),
+    ],
+)
+def test_more_pictures_at_once_than_a_step_has_room_for_drafts(device: str) -> None:
+    """SPC-04, REG-083: 72 rows, whose prompts take turns in steps, some of them cut within a picture."""
+    own = {"model": str(DEMO / "models" / "vision")}
+    config = {"method": "draft_model", "num_speculative_tokens": 3, "adaptive": False, **own}
+    many = [about(40 + 4 * (i % 9), 40, i) for i in range(72)]
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    options = {"max_running": 72, "max_step_tokens": 128, "device": device, "dtype": "float32"}
+    found = []
+    for how in (config, None):
+        llm = LLM(own["model"], speculative_config=how, **options)
+        try:
+            outputs = llm.chat(many, params, progress=False)
+            found.append([output.outputs[0].token_ids for output in outputs])
+        finally:
+            llm.close()
+    assert len(found[0]) == 72 and found[0] == found[1]

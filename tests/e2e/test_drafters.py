@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from benchmarks.drafters import prompts_of
 from headrace.back.executor.processes import ProcessExecutor
@@ -26,6 +27,7 @@ from headrace.base.wire.request import EngineRequest, RowSampling, StopRules
 from headrace.core.core import EngineCore
 from headrace.core.grammar.compiler import CompileLimits
 from headrace.core.grammar.hook import GrammarHook
+from headrace.core.request import TOKEN_BYTES
 from headrace.launch.vocabulary import encoder_of, vocabulary_of
 from tests.back.runner.test_runner import Calls
 from tests.back.speculative.checkpoints import save_head
@@ -56,6 +58,10 @@ AT_ONCE = ("pard", "medusa", "dflash")
 draft stands. Medusa's heads have random weights, and hardly a draft stands."""
 KINDS = ["draft_model", "eagle3", "mtp", *AT_ONCE]
 SLOW = pytest.mark.slow
+ONE_GPU = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
+]
 slow_heads = [
     "draft_model",
     *(pytest.param(kind, marks=SLOW) for kind in ("eagle3", "mtp", *AT_ONCE)),
@@ -225,6 +231,30 @@ def test_graphs_that_draft_and_verify_give_the_same_tokens(pair: Any, kind: str)
     for _ in range(3):  # launched, recorded, replayed
         assert_equal(run(plain.core, requests, 4), run(drafted.core, requests, 4))
     assert accepted(drafted) >= least(kind, 100)
+
+
+@pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=SLOW), pytest.param("cuda", marks=ONE_GPU)]
+)
+@pytest.mark.parametrize("kind", ["draft_model", "eagle3", "mtp"])
+def test_scores_of_prompts_are_the_models_and_not_the_drafters(
+    pair: Any, kind: str, device: str
+) -> None:
+    """REG-025: which reads the same outputs, beside rows that draft; prompts in chunks."""
+    plain, drafted = pair(
+        kind, device=device, prefix_caching=False, max_step_tokens=24, max_running=8
+    )
+    requests = [
+        replace(one, sampling=replace(one.sampling, prompt_logprobs=1)) if one.id % 2 else one
+        for one in requests_of(plain.spec, len(SAMPLINGS))
+    ]
+    for _ in range(3):  # launched, recorded, replayed
+        expected, found = run(plain.core, requests, 4), run(drafted.core, requests, 4)
+        for one in requests:
+            scored = len(one.prompt) // TOKEN_BYTES - 1 if one.id % 2 else 0
+            assert len(expected[one.id].prompt) == scored
+            np.testing.assert_allclose(found[one.id].prompt, expected[one.id].prompt, atol=1e-4)
+    assert drafted.core.scheduler.speculation.stats.num_draft_tokens > 50
 
 
 @pytest.mark.slow

@@ -276,6 +276,40 @@ def test_blocks_of_a_gpu_pass_to_another_engine(pair: Pair, kind: str) -> None:
     assert pair.say(second, took()) == (wanted, 64) and receiver.counts.received == 1
 
 
+@pytest.mark.parametrize(
+    ("device", "times"),
+    [
+        pytest.param("cpu", 40, marks=pytest.mark.slow),
+        pytest.param(
+            "cuda",
+            500,
+            marks=[
+                pytest.mark.gpu,
+                pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
+            ],
+        ),
+    ],
+)
+def test_a_prompt_that_passes_again_and_again_has_one_answer(
+    pair: Pair, device: str, times: int
+) -> None:
+    """KVT-05, REG-076: into blocks that others have written meanwhile, while another prompt is answered."""
+    (first, _), (second, receiver) = (pair.engine(device=device) for _ in range(2))
+    wanted, _ = pair.say(second)
+    other = [token + 1 for token in PROMPT]
+    beside, _ = pair.say(second, prompt=other)
+    for time in range(times):
+        second.core.kv.reset_cache(())
+        pair.send(first, f"again-{time}")
+        pair.add(second, count=24, prompt=other)
+        assert pair.say(second, took(f"again-{time}")) == (wanted, 64), time
+        while second.core.scheduler.num_running:
+            second.core.step(wait=True)
+        assert pair.say(second, prompt=other)[0] == beside, time
+    assert receiver.counts.received == times and receiver.counts.failed == 0
+    assert list(pair.folder.iterdir()) == []
+
+
 @pytest.mark.slow
 def test_ranks_have_files_of_their_own(pair: Pair) -> None:
     first, _ = pair.engine(ranks=2)

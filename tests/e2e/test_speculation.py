@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -72,6 +72,7 @@ class Answer:
 
     tokens: list[int]
     logprobs: list[Any]
+    prompt: list[float] = field(default_factory=list)
     reason: str = ""
     stop_id: int | None = None
 
@@ -141,6 +142,8 @@ def run(core: EngineCore, requests: list[EngineRequest], at_once: int = 6) -> di
             answers[id].tokens.append(token)
             if batch.logprobs and batch.logprobs[i] is not None:
                 answers[id].logprobs.append(batch.logprobs[i])
+        for id, scores in batch.prompt_logprobs:
+            answers[id].prompt += scores.values[:, 0].tolist()
         for finished in batch.finished:
             assert finished.error is None, finished.error
             answers[finished.id].reason = finished.reason
