@@ -514,6 +514,27 @@ def test_a_text_is_cut_at_the_end_that_is_asked_for(
         np.testing.assert_allclose(told["embeddings"]["float"][0], cut, atol=1e-6)
 
 
+def test_what_dialects_cut_unasked_is_told(
+    embedder: tuple[Served, torch.nn.Module, Tokenizer],
+) -> None:
+    """BEY-23: Cohere's and Ollama's routes cut by default, and say what they read."""
+    served, _, tokenizer = embedder
+    text, most = f"{DOCUMENTS[0]} " * 40, SIZES["max_position_embeddings"]
+    count = len(tokenizer.encode(text).ids)
+    texts = [DOCUMENTS[0], text]
+    for side, which in (("START", "last"), ("END", "first")):
+        told = served.post("/v2/embed", {"texts": texts, "truncate": side}).json()["meta"]
+        assert told["warnings"] == [f"texts: of {count} tokens only the {which} {most} were read"]
+    told = served.post("/api/embed", {"input": texts}).json()
+    assert told["warnings"] == [f"input[1]: of {count} tokens only the first {most} were read"]
+    told = served.post("/api/embeddings", {"prompt": text}).json()
+    assert told["warnings"] == [f"input: of {count} tokens only the first {most} were read"]
+    refused = served.post("/api/embed", {"input": text, "truncate": False})
+    assert refused.status_code == 400 and f"{most} maximum" in refused.text
+    for path, body in (("/v2/embed", {"texts": texts[:1]}), ("/api/embed", {"input": "a"})):
+        assert "warnings" not in served.post(path, body).text
+
+
 def test_padding_fills_up_behind_what_was_cut(
     embedder: tuple[Served, torch.nn.Module, Tokenizer],
 ) -> None:

@@ -62,16 +62,22 @@ async def tokenized(
     truncate: int | None = None,
     side: str = "right",
     longest: int = 0,
+    warnings: list[str] | None = None,
 ) -> list[int]:
     """A text's ids; with `truncate` its first so many (-1: what the model can hold; side left: its
-    last), else refused if there are more than the model can hold, or `longest` if that is more."""
+    last), else refused if there are more than the model can hold, or `longest` if that is more.
+    `warnings` gets a sentence about what was cut off, for dialects that cut unasked."""
     services = context.services
     most = services.text.max_model_len
     limit = None if truncate is not None else max(most, longest)
     ids = await services.tokenizer.encode_async(
         text, add_special_tokens=special, max_tokens=limit, field=field
     )
-    return shortened(ids, truncate, most=most, field=field, side=side, longest=longest)
+    kept = shortened(ids, truncate, most=most, field=field, side=side, longest=longest)
+    if warnings is not None and len(kept) < len(ids):
+        which = "last" if side == "left" else "first"
+        warnings.append(f"{field}: of {len(ids)} tokens only the {which} {len(kept)} were read")
+    return kept
 
 
 def shortened(

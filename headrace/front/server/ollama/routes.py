@@ -148,8 +148,13 @@ async def post_embed(context: RequestContext, document: Any) -> Response:
     began = time.monotonic()
     chosen = await choose(context, request.model, keep_alive=request.keep_alive)
     texts = [request.input] if isinstance(request.input, str) else request.input
+    warnings: list[str] = []
     rows, num_prompt = await _embedded(
-        context, texts, truncate=request.truncate is not False, dimensions=request.dimensions
+        context,
+        texts,
+        truncate=request.truncate is not False,
+        dimensions=request.dimensions,
+        warnings=warnings,
     )
     return json_response(
         {
@@ -158,6 +163,7 @@ async def post_embed(context: RequestContext, document: Any) -> Response:
             "total_duration": round((time.monotonic() - began) * NANOSECONDS),
             "load_duration": round(chosen.load_s * NANOSECONDS),
             "prompt_eval_count": num_prompt,
+            **_warned(warnings),
         }
     )
 
@@ -167,13 +173,27 @@ async def post_embeddings(context: RequestContext, document: Any) -> Response:
     request = typed(document, OllamaEmbeddingsRequest)
     options_of(request.options)
     await choose(context, request.model, keep_alive=request.keep_alive)
-    rows, _ = await _embedded(context, [request.prompt], truncate=True, dimensions=None)
-    return json_response({"embedding": rows[0]})
+    warnings: list[str] = []
+    rows, _ = await _embedded(
+        context, [request.prompt], truncate=True, dimensions=None, warnings=warnings
+    )
+    return json_response({"embedding": rows[0], **_warned(warnings)})
+
+
+def _warned(warnings: list[str]) -> Json:
+    """What was cut off, which Ollama itself does not say."""
+    return {"warnings": warnings} if warnings else {}
 
 
 async def _embedded(
-    context: RequestContext, texts: list[str], *, truncate: bool, dimensions: int | None
+    context: RequestContext,
+    texts: list[str],
+    *,
+    truncate: bool,
+    dimensions: int | None,
+    warnings: list[str],
 ) -> tuple[list[Any], int]:
+    """The vectors, and how many tokens were read; `warnings` gets what was cut off."""
     services = context.services
     services.base_name(None)
     spec = one_vector(context)
@@ -181,7 +201,9 @@ async def _embedded(
     inputs = []
     for i, text in enumerate(texts):
         field = "input" if len(texts) == 1 else f"input[{i}]"
-        ids = await tokenized(context, text, field=field, truncate=-1 if truncate else None)
+        ids = await tokenized(
+            context, text, field=field, truncate=-1 if truncate else None, warnings=warnings
+        )
         inputs.append(PoolInput(ids=ids))
     answers = await pooled(context, inputs, PoolJob(how=spec.how))
     vectors = embeddings(context, answers, dimensions, True)

@@ -35,19 +35,28 @@ async def post_cohere_embed(context: RequestContext, document: Any) -> Response:
     truncate = None if request.truncate == "NONE" else request.max_tokens or -1
     side = "left" if request.truncate == "START" else "right"
     longest = longest_of(context)
-    inputs = []
+    inputs, warnings = [], list[str]()
     for text in texts:
         if isinstance(text, Parts):
             inputs.append(await pool_input_of(context, text))
             continue
         ids = await tokenized(
-            context, text, field=field, truncate=truncate, side=side, longest=longest
+            context,
+            text,
+            field=field,
+            truncate=truncate,
+            side=side,
+            longest=longest,
+            warnings=warnings,
         )
         inputs.append(PoolInput(ids=ids))
     job = PoolJob(how=services.text.pooling.how, timeout_s=request.timeout_s)
     answers = await pooled_in_chunks(context, inputs, job)
     vectors = embeddings(context, answers, request.output_dimension, None)
     billed = {"input_tokens": sum(answer.num_prompt for answer in answers)}
+    meta: dict[str, Any] = {"api_version": {"version": "2"}, "billed_units": billed}
+    if warnings:
+        meta["warnings"] = warnings
     return json_response(
         {
             "id": completion_id("embd"),
@@ -55,7 +64,7 @@ async def post_cohere_embed(context: RequestContext, document: Any) -> Response:
                 np.stack(vectors), list(request.embedding_types or ("float",))
             ),
             "texts": [text for text in texts if isinstance(text, str)],
-            "meta": {"api_version": {"version": "2"}, "billed_units": billed},
+            "meta": meta,
             "response_type": "embeddings_by_type",
         }
     )
