@@ -85,7 +85,10 @@ def find_draft(options: Options, model: ModelFacts) -> DraftCheckpoint | None:
         return None
     if requested.model is None:
         return _carried(method, model)
-    located = locate(_model_options(options.model, requested))
+    try:
+        located = locate(_model_options(options.model, requested))
+    except ConfigError as error:
+        raise refused(error.message.removeprefix("--")) from error
     config = _config(located)
     kind = _kind(config) if method == "auto" else method
     if requested.parallel_drafting and kind != "draft_model":

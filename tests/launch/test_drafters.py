@@ -102,12 +102,16 @@ def test_what_cannot_draft_is_refused_with_the_numbers(tmp_path: Path) -> None:
         ({"method": "mtp"}, "carries no head for multi-token prediction; use ngram"),
         ({"method": "draft_model"}, """method 'draft_model' needs "model\""""),
         ({"method": "dspark"}, "method 'dspark' is not part of headrace; use eagle3 or mtp"),
-        ({"model": str(tmp_path / "none")}, "there is no such folder or file"),
+        (
+            {"model": str(tmp_path / "none")},
+            f"--speculative-config: model {tmp_path / 'none'}: there is no such folder or file",
+        ),
     ]
     for fields, said in refused:
         with pytest.raises(ConfigError) as caught:
             engine_of(fields)
         assert said in caught.value.message, fields
+        assert caught.value.field == "speculative_config", fields
 
 
 def broken(folder: Path, change: str) -> str:
