@@ -18,7 +18,7 @@ def upright(picture: Image.Image) -> Image.Image:
     orientation = picture.getexif().get(0x0112, 1)
     if orientation != 1:
         picture = ImageOps.exif_transpose(picture)
-    if picture.mode == "RGB":
+    if picture.mode == "RGB" and not picture.has_transparency_data:
         return picture
     if picture.mode.startswith("I;16") or picture.mode in ("I", "F"):
         greys = np.asarray(picture).astype(np.float32)

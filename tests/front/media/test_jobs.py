@@ -7,6 +7,7 @@ import os
 import signal
 import struct
 import threading
+import wave
 import zlib
 from collections.abc import Iterator
 from fractions import Fraction
@@ -21,6 +22,7 @@ from headrace.front.media.job import DecodingLimits, MediaJob
 from headrace.front.media.jobs import MediaProcesses
 from headrace.front.media.processing import ProcessedMedia, Sampling
 from headrace.front.media.processors.qwen_vl import QwenVisionProcessor
+from headrace.front.media.sound import samples_of
 from tests.front.media.pictures import animated, clip, encoded, picture
 
 LIMITS = DecodingLimits(pixels=4_000_000, frames=300, pages=3, time_s=60.0)
@@ -68,12 +70,64 @@ def test_an_image_comes_back_as_processed_here(processes: MediaProcesses, form: 
 
 
 def test_an_image_is_turned_as_its_orientation_says(processes: MediaProcesses) -> None:
+    """P27."""
+    turn = Image.Transpose
+    stored = (
+        *(None, turn.FLIP_LEFT_RIGHT, turn.ROTATE_180, turn.FLIP_TOP_BOTTOM),
+        *(turn.TRANSPOSE, turn.ROTATE_90, turn.TRANSVERSE, turn.ROTATE_270),
+    )
     upright = picture(64, 32)
-    for orientation, turn in ((3, 180), (6, 90), (8, 270)):
+    for orientation, how in enumerate(stored, start=1):
         exif = Image.Exif()
         exif[0x0112] = orientation
-        data = encoded(upright.rotate(turn, expand=True), "PNG", exif=exif)
+        data = encoded(upright if how is None else upright.transpose(how), "PNG", exif=exif)
         assert same(run(processes, "image", data)[0], OURS.image(upright)), orientation
+
+
+def test_colours_that_stand_for_nothing_are_white_and_ink_is_seen_as_light(
+    processes: MediaProcesses,
+) -> None:
+    """P27: the colour that tRNS names, of greys and of colours; CMYK, 16 x 16 pixels."""
+    for mode, nothing, ink in (("L", 7, 90), ("RGB", (255, 0, 0), (0, 0, 255)), ("P", 0, 1)):
+        image = Image.new(mode, (16, 16), nothing)
+        image.paste(ink, (0, 0, 8, 16))
+        rows = (
+            run(processes, "image", encoded(image, "PNG", transparency=nothing))[0].inputs[0].rows
+        )
+        assert rows[-1].min() == 255 and rows[0].min() < 255, mode
+    print_ink = Image.new("CMYK", (16, 16), (255, 0, 0, 0))
+    data = encoded(print_ink, "JPEG", quality=100)
+    expected = OURS.image(Image.open(io.BytesIO(data)).convert("RGB"))
+    assert same(run(processes, "image", data)[0], expected)
+
+
+def test_channels_are_mixed_by_their_places(processes: MediaProcesses) -> None:
+    """P27, of 5.1: by ITU-R BS.775, what is heard in the middle is louder than at the sides, and of the
+    effects of low frequency nothing is left, where a mean would have them all alike."""
+    tone = (20000 * np.sin(np.arange(1600) * 0.2)).astype("<i2")
+    levels = []
+    for channel in range(6):
+        samples = np.zeros((1600, 6), "<i2")
+        samples[:, channel] = tone
+        data = io.BytesIO()
+        with wave.open(data, "wb") as file:
+            file.setnchannels(6)
+            file.setsampwidth(2)
+            file.setframerate(16000)
+            file.writeframes(samples.tobytes())
+        content = data.getvalue()
+        job = MediaJob(
+            kind="audio",
+            family="",
+            settings=ProcessorSettings(),
+            limits=processes.limits,
+            sizes=(len(content),),
+        )
+        heard = samples_of(processes.run(job, [content])[0])
+        levels.append(float(heard.astype(float) @ tone) / float(tone.astype(float) @ tone))
+    front, middle, back = 0.7071, 1.0, 0.5
+    weights = np.array([front, front, middle, 0.0, back, back])
+    assert np.abs(np.array(levels) - weights / weights.sum()).max() < 2e-3, levels
 
 
 def test_what_is_transparent_is_white(processes: MediaProcesses) -> None:
