@@ -19,10 +19,9 @@ from tests.models.oracle import (
     load_ours,
     model_spec,
     oracle_logits,
-    save_oracle,
 )
 from tests.models.paged import random_rows, teacher_forced
-from tests.models.test_parity import LENGTHS, SIZES, compare, tiny_config
+from tests.models.test_parity import LENGTHS, SIZES, compare
 from tests.references import step3
 
 
@@ -40,29 +39,6 @@ def agree(folder: Path, rows: list[list[int]], theirs: list[torch.Tensor]) -> No
     ours = load_ours(model_spec(folder))
     got = teacher_forced(ours, rows, block_tokens=BLOCK_TOKENS, dtype=torch.float32)
     compare(got, theirs, 1e-4)
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        "deepseek-v2",
-        *(pytest.param(one, marks=pytest.mark.slow) for one in ("deepseek-v3", "deepseek-moe")),
-    ],
-)
-def test_deepseek_vl2_has_the_logits_of_its_text_model(case: str, tmp_path: Path) -> None:
-    """Its config.json names no architecture, nor what has the defaults of DeepSeek V2's class."""
-    if case == "deepseek-moe":
-        oracle = published.publish(case, tmp_path)
-        changes: dict[str, Any] = {"use_mla": False, "kv_lora_rank": None}
-    else:
-        oracle = save_oracle(tiny_config(case), tmp_path)
-        changes = {"topk_method": "noaux_tc"} if case == "deepseek-v3" else {}
-    text = json.loads((tmp_path / "config.json").read_text()) | changes
-    text |= {"model_type": "deepseek_v2", "architectures": ["DeepseekV2ForCausalLM"]}
-    others = ("vision.pos_embed", "projector.layers.0.weight", "image_newline", "view_seperator")
-    hold(tmp_path, {"model_type": "deepseek_vl_v2", "language_config": text}, "language.", others)
-    rows = random_rows(SIZES["vocab_size"], LENGTHS)
-    agree(tmp_path, rows, oracle_logits(oracle, rows))
 
 
 @pytest.mark.slow

@@ -52,7 +52,7 @@ class Shown:
 
     def processed(self, pictures: Sequence[Any]) -> list[ProcessedMedia]:
         settings = self.spec.settings
-        if settings.alone and len(pictures) > 1:
+        if 0 < settings.most_cut < len(pictures):
             settings = msgspec.structs.replace(settings, tiles=(1, 1))
         processor = PROCESSORS.load(self.spec.processor)(settings)
         return [processor.image(one) for one in pictures]

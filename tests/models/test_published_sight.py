@@ -31,10 +31,11 @@ from headrace.front.media.processors.families import PROCESSORS, read_media
 from headrace.launch.locate import LocatedModel
 from headrace.launch.model_facts import read_model_facts
 from tests.front.media.pictures import picture
-from tests.models.media import Answer, SeeingEngine, compare_answers, save_media_oracle
+from tests.models.media import SeeingEngine, compare_answers, save_media_oracle
 from tests.models.oracle import model_spec, randomize
 from tests.models.picture_cases import CASES as PICTURES
 from tests.models.picture_cases import IMAGE, as_picture
+from tests.models.sight import said
 from tests.models.test_encoders import batch_of
 from tests.models.test_pictures import Ready, Shown, _digest_of, given_of
 from tests.models.test_towers import CASES, CLIP, TEXT, TOWER, Seen, save_case, two_images
@@ -128,23 +129,6 @@ def test_step3_vl_sees_as_step_3_7_does_around_qwen_3(tmp_path: Path) -> None:
         rows = torch.cat(list(rows)) if isinstance(rows, (list, tuple)) else rows
     compare_answers(engine.run(prompt, max_tokens=3)[0], said(decoder, ids, rows.flatten(0, -2), 3))
     engine.close()
-
-
-def said(decoder: Any, ids: torch.Tensor, rows: torch.Tensor, max_tokens: int) -> Answer:
-    """What a decoder says with these rows in the places of IMAGE."""
-    answer = Answer()
-    with torch.inference_mode():
-        x = decoder.get_input_embeddings()(ids)
-        x[ids == IMAGE] = rows
-        for count in range(max_tokens):
-            told = decoder(inputs_embeds=x).logits[0].log_softmax(-1)
-            if not count:
-                answer.prompt_logprobs = list(told[:-1].numpy())
-            answer.logprobs.append(told[-1].numpy())
-            answer.tokens.append(int(told[-1].argmax()))
-            word = decoder.get_input_embeddings()(torch.tensor([answer.tokens[-1:]]))
-            x = torch.cat((x, word), dim=1)
-    return answer
 
 
 class Phi3Vision:

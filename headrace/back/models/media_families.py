@@ -61,6 +61,7 @@ WITH_MEDIA: Mapping[str, str] = {
     "NemotronH_Nano_Omni_Reasoning_V3": "nemotron_omni",
     "GotOcr2ForConditionalGeneration": "got_ocr2",
     "DeepseekVLForConditionalGeneration": "deepseek_vl",
+    "DeepseekVLV2ForCausalLM": "deepseek_vl2",
     "DeepseekVLHybridForConditionalGeneration": "deepseek_vl_hybrid",
     "JanusForConditionalGeneration": "deepseek_vl",
     "VideoLlama3ForConditionalGeneration": "deepseek_vl",

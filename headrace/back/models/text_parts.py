@@ -53,7 +53,6 @@ TEXT_TYPES: Mapping[str, str] = {
 WRAPPERS: Mapping[str, str] = {
     "MllamaForConditionalGeneration": "language_model",
     "KimiK3ForConditionalGeneration": "language_model",
-    "DeepseekVLV2ForCausalLM": "language",
 }
 """Architectures with several parts, of which the text part is served, and where it lies."""
 BASES_WITHIN: Mapping[str, str] = {

@@ -155,8 +155,8 @@ class ProcessorSettings(msgspec.Struct, frozen=True, kw_only=True):
     step before.
 
     `sizes`: heights and widths in pixels that a picture is fitted into, cut into squares.
-    `most_windows`: of what is shown of them, 0: any. `alone`: an image is cut where it is the
-    prompt's only one. `rows_each`: tokens that an input becomes
+    `most_windows`: of what is shown of them, 0: any. `most_cut`: images of a prompt, beyond whose
+    number none is cut, 0: any. `rows_each`: tokens that an input becomes
     whatever its size, 0: they follow from it; `extra`: more than those of its windows.
     `dense`: the most tiles of pictures which fewer would make smaller than this share of their
     width, and whose ratio is above the third and at most the fourth number; 0: any.
@@ -186,7 +186,7 @@ class ProcessorSettings(msgspec.Struct, frozen=True, kw_only=True):
     around: tuple[str, str] = ("", "")
     sizes: tuple[tuple[int, int], ...] = ()
     most_windows: int = 0
-    alone: bool = False
+    most_cut: int = 0
     rows_each: int = 0
     extra: int = 0
     dense: tuple[int, float, float, float] = (0, 0.0, 0.0, 0.0)

@@ -109,7 +109,8 @@ class MediaPreparer:
         self._check_numbers(parts)
         settings = adjusted(self.spec.settings, request.arguments)
         images = [part for part in parts if _kind_of(part) == "image"]
-        if settings.alone and (len(images) > 1 or any(one.kind == "pages" for one in images)):
+        many = len(images) > settings.most_cut or any(one.kind == "pages" for one in images)
+        if settings.most_cut and many:
             settings = msgspec.structs.replace(settings, tiles=(1, 1))
         if images and settings.sound is not None and settings.sound.seeing is not None:
             sound = msgspec.structs.replace(settings.sound, seeing=True)

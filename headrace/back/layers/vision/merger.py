@@ -98,8 +98,8 @@ class TwoLayers:
     """Windows side by side, a norm if there is one, then two linear layers. `names`: of both;
     `norm`: its name, kind and epsilon; it stands before the window is merged unless `norm_merged`.
     `reduced`: a layer of this name first turns a window into one row of the tower's width, its
-    inputs channel by channel (Mistral 3). `inner`: outputs of the first layer, None: as many as
-    of the second."""
+    inputs channel by channel (Mistral 3). `by_channel`: the first layer's inputs are so. `inner`:
+    outputs of the first layer, None: as many as of the second."""
 
     width: int
     outputs: int
@@ -110,6 +110,7 @@ class TwoLayers:
     norm: tuple[str, NormSpec, float] | None = None
     norm_merged: bool = False
     reduced: str | None = None
+    by_channel: bool = False
     inner: int | None = None
     module: str = "multi_modal_projector"
 
@@ -149,6 +150,8 @@ class TwoLayerProjector:
         x_MWE = x_NE.view(-1, spec.merge**2, spec.width)
         if self._reduce is not None:
             x_MI = self._reduce.project(x_MWE.transpose(1, 2).flatten(1))
+        elif spec.by_channel:
+            x_MI = x_MWE.transpose(1, 2).flatten(1)
         else:
             x_MI = x_MWE.flatten(1)
         if self._norm is not None and spec.norm_merged:

@@ -77,7 +77,9 @@ class TowerNorm:
 
 @dataclass(frozen=True, kw_only=True)
 class PlainTowerSpec:
-    """side: patches a side of the one size there is; 0: any. positions: the table's name, a row
+    """side: patches a side of the one size there is; 0: any; filled: rows and columns of an input
+    behind them, which nothing sees and which are zeros for the projector. positions: the table's
+    name, a row
     for each patch, before them one for the class token if there is one, with `class_last` behind
     them, or `skipped` ones. table_side: patches a side of a table that is resized to each image;
     sides: the only ones such images have.
@@ -101,6 +103,7 @@ class PlainTowerSpec:
     layers: int
     projector: ProjectorSpec
     side: int = 0
+    filled: int = 0
     table_side: int = 0
     skipped: int = 0
     sides: tuple[tuple[int, int], ...] = ()
@@ -198,11 +201,16 @@ class PlainTower:
         """See RestingEncoder."""
         spec = self._spec
         merge = 2 if kind in spec.averaged else spec.projector.merge
+        at_2N = np.concatenate([coordinates(grid, merge) for grid in grids], axis=1)
+        lengths, whole = frame_lengths(grids), rows_NB.shape[0]
+        seen_N = torch.empty(0)
+        if spec.filled:
+            seen = (at_2N < spec.side).all(0)
+            seen_N, at_2N = planned(np.flatnonzero(seen), rows_NB.device), at_2N[:, seen]
+            rows_NB, lengths = rows_NB.index_select(0, seen_N), [spec.side**2] * len(lengths)
         x_NE = self._patches.embed(rows_NB)
         if self._embedded is not None:
             x_NE = self._embedded.norm(x_NE)
-        at_2N = np.concatenate([coordinates(grid, merge) for grid in grids], axis=1)
-        lengths = frame_lengths(grids)
         spans = TokenSpans(starts=starts_of(lengths))
         if spec.side:
             place_N = planned(at_2N[0] * spec.side + at_2N[1], x_NE.device)
@@ -227,6 +235,8 @@ class PlainTower:
             x_NE = torch.cat([one[own] for one in images])
         if self._behind is not None:
             x_NE = self._behind.norm(x_NE)
+        if spec.filled:
+            x_NE = x_NE.new_zeros(whole, x_NE.shape[1]).index_copy_(0, seen_N, x_NE)
         if kind in spec.averaged:
             x_NE = x_NE.unflatten(0, (-1, merge**2)).mean(1)
         if isinstance(self._projector, GridProjector):
@@ -280,7 +290,7 @@ def _forms(spec: PlainTowerSpec) -> tuple[MediaForm, ...]:
         row_bytes=spec.patches.row_bytes,
         patch=spec.patches.patch,
         merge=spec.projector.merge,
-        sides=((spec.side, spec.side),) if spec.side else spec.sides,
+        sides=((spec.side + spec.filled,) * 2,) if spec.side else spec.sides,
         breaks=spec.breaks,
         max_t=65_536 if spec.frames else 1,
         mutual=spec.mutual,

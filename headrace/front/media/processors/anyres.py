@@ -33,7 +33,7 @@ class AnyResolutionProcessor(SquareProcessor):
     def image(self, picture: Image.Image) -> ProcessedMedia:
         """Two inputs: the whole, and the tiles; or the whole alone."""
         settings, side = self._settings, self._settings.side
-        if settings.alone and settings.tiles == (1, 1):
+        if settings.most_cut and settings.tiles == (1, 1):
             whole = self._whole(self.fitted(picture), MediaCut(tail=True), "image")
             return ProcessedMedia(inputs=(whole,), layout=(0,))
         square = resized(picture, height=side, width=side, resample=settings.resample)

@@ -40,7 +40,7 @@ def _llava_next(files: CheckpointFiles) -> MediaSpec:
         merge=1,
         side=side_pixels(vision, 336),
         resample=image.int("resample", 3, ge=0, le=5),
-        sizes=_sizes(image, config),
+        sizes=tile_sizes(image, config),
     )
     return image_only("anyres", settings, config)
 
@@ -71,9 +71,9 @@ def _llava_onevision(files: CheckpointFiles) -> MediaSpec:
         fit="pad",
         pad_color=(int(mean[0] * 255), int(mean[1] * 255), int(mean[2] * 255)),
         resample=image.int("resample", 3, ge=0, le=5),
-        sizes=_sizes(image, config),
+        sizes=tile_sizes(image, config),
         most_windows=int(ratio) * (side // patch) ** 2,
-        alone=True,
+        most_cut=1,
         tiles=(1, 256),
         max_frames=video.int("num_frames", 32, ge=1, le=100_000),
     )
@@ -82,20 +82,26 @@ def _llava_onevision(files: CheckpointFiles) -> MediaSpec:
     return msgspec.structs.replace(spec, video_token=token)
 
 
-def _sizes(image: ConfigReader, config: ConfigReader) -> tuple[tuple[int, int], ...]:
-    """Heights and widths that pictures are fitted into, whole squares all of them."""
-    side = side_pixels(vision_section(config), 336)
-    stated = image.raw.get("image_grid_pinpoints") or config.raw.get("image_grid_pinpoints")
+def tile_sizes(
+    image: ConfigReader,
+    config: ConfigReader,
+    *,
+    key: str = "image_grid_pinpoints",
+    default_side: int = 336,
+) -> tuple[tuple[int, int], ...]:
+    """Pairs of pixels that pictures are fitted into, whole squares all of them."""
+    side = side_pixels(vision_section(config), default_side)
+    stated = image.raw.get(key) or config.raw.get(key)
     if not isinstance(stated, list) or not stated:
-        raise config.wrong("image_grid_pinpoints", "a list of heights and widths in pixels")
+        raise config.wrong(key, "a list of heights and widths in pixels")
     sizes = list[tuple[int, int]]()
     for one in stated:
         if (
             not isinstance(one, list)
             or len(one) != 2
-            or any(each % side or not each for each in one)
+            or any(not isinstance(each, int) or each < 1 or each % side for each in one)
         ):
-            raise config.wrong("image_grid_pinpoints", f"pairs of multiples of {side} pixels")
+            raise config.wrong(key, f"pairs of multiples of {side} pixels")
         sizes.append((one[0], one[1]))
     return tuple(sizes)
 

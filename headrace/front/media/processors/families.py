@@ -58,6 +58,7 @@ PROCESSORS: Registry[Callable[[ProcessorSettings], Processor]] = Registry(
         "command": "headrace.front.media.processors.canvas:CommandProcessor",
         "minicpm": "headrace.front.media.processors.minicpm:MiniCpmProcessor",
         "deepseek_ocr": "headrace.front.media.processors.deepseek_ocr:DeepseekOcrProcessor",
+        "deepseek_vl2": "headrace.front.media.processors.deepseek_vl2:DeepseekVl2Processor",
         "radio": "headrace.front.media.processors.radio:RadioProcessor",
         "lfm2": "headrace.front.media.processors.lfm2:Lfm2Processor",
         "siglip2": "headrace.front.media.processors.siglip2:Siglip2Processor",
@@ -173,11 +174,12 @@ def _qwen_settings(
 
 def _processor_files(folder: Path, config: Mapping[str, Any]) -> tuple[ConfigReader, ConfigReader]:
     """What the files say of the image processor, and of that for video: in files of their own, or
-    as sections of one; of GGUF files, in the config."""
+    as sections of one, or of the first among that one's own keys; of GGUF files, in the config."""
     whole = read_keys(folder, "processor_config.json")
     if folder.suffix == ".gguf":
         whole = ConfigReader(config, str(folder))
-    image = whole.section("image_processor") or read_keys(folder, "preprocessor_config.json")
+    own = whole if "image_mean" in whole else read_keys(folder, "preprocessor_config.json")
+    image = whole.section("image_processor") or own
     video = whole.section("video_processor") or read_keys(folder, "video_preprocessor_config.json")
     return image, video
 

@@ -8,7 +8,7 @@ import msgspec
 
 from headrace.base.config.hf import ConfigReader
 from headrace.base.config.media import MediaSpec, ProcessorSettings
-from headrace.front.media.processors.cut_families import CheckpointFiles
+from headrace.front.media.processors.cut_families import CheckpointFiles, tile_sizes
 from headrace.front.media.processors.files import read_keys, special_token, written_as
 from headrace.front.media.processors.reading import (
     image_only,
@@ -143,6 +143,29 @@ def _fuyu(files: CheckpointFiles) -> MediaSpec | None:
     return image_only("fuyu", settings, _with_token(config, token))
 
 
+def _deepseek_vl2(files: CheckpointFiles) -> MediaSpec | None:
+    """Messages are texts; of three images and more none is cut."""
+    image, config, token = files.image, files.config, special_token(files.folder, "<image>")
+    vision, projector = config.section("vision_config"), config.section("projector_config")
+    if token is None or vision is None:
+        return None
+    if not image.bool("normalize", True):
+        raise image.wrong("normalize", "true")
+    mean = image.list("image_mean", (0.5, 0.5, 0.5), of=float, length=3)
+    sizes = tile_sizes(image, config, key="candidate_resolutions", default_side=384)
+    settings = ProcessorSettings(
+        patch=vision.int("patch_size", 16, ge=1, le=1024),
+        merge=2 if projector is None else projector.int("downsample_ratio", 2, ge=1, le=16),
+        side=side_pixels(vision, 384),
+        sizes=tuple((high, wide) for wide, high in sizes),
+        tiles=(1, 256),
+        most_cut=2,
+        pad_color=(int(mean[0] * 255), int(mean[1] * 255), int(mean[2] * 255)),
+    )
+    spec = image_only("deepseek_vl2", settings, _with_token(config, token))
+    return msgspec.structs.replace(spec, written={"image": "<image>"})
+
+
 def _with_token(config: ConfigReader, token: int) -> ConfigReader:
     return ConfigReader({**config.raw, "image_token_id": token}, config.where)
 
@@ -150,6 +173,7 @@ def _with_token(config: ConfigReader, token: int) -> ConfigReader:
 UNNAMED: Mapping[str, Callable[[CheckpointFiles], MediaSpec | None]] = {
     "fuyu": _fuyu,
     **dict.fromkeys(("minicpmv", "minicpmo"), _minicpm_queries),
+    "deepseek_vl_v2": _deepseek_vl2,
     "ovis2_5": _ovis2_5,
     "phi4_multimodal": _phi4,
     "phi3_v": _phi3,
