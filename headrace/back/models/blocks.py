@@ -95,8 +95,8 @@ class DecoderSpec:
     `positions`: what is added to the embeddings. `layer_inputs`: of the layers' tails.
     `draft_layer`: of the head for multi-token prediction, where that is not as the last layer.
     `streams`: of residuals, where there are several, or another width than embeddings have,
-    `embedding_width`. `embedding_beside`: see TokenEmbedding. `media_rows`: rows of the embedding
-    behind those of the vocabulary, which no head knows. `renamed`: see WeightPlan."""
+    `embedding_width`. `embedding_beside`, `embedding_tables`: see TokenEmbedding. `media_rows`: of
+    the embedding, behind the vocabulary's: no head knows them. `renamed`: see WeightPlan."""
 
     sizes: DecoderSizes
     layers: tuple[DecoderLayerSpec, ...]
@@ -113,6 +113,7 @@ class DecoderSpec:
     streams: ResidualStreamsSpec | None = None
     embedding_width: int | None = None
     embedding_beside: int | None = None
+    embedding_tables: tuple[tuple[str, int], ...] = ()
     media_rows: int = 0
     names: DecoderNames = DecoderNames()
     ignored: tuple[str, ...] = ()
@@ -147,16 +148,14 @@ class Decoder:
             inside, sizes.width, len(self._layers), norms=spec.norm, eps=sizes.eps
         )
         self._streams = spec.streams and spec.streams.build(inside, sizes.width)
-        recurrent = any(form.kind == "state" for form in self.kv_forms)
-        self.state = "recurrent" if recurrent else "plain"
+        self.state = "recurrent" if any(f.kind == "state" for f in self.kv_forms) else "plain"
         self._norm = None
         if stage.is_last and names.norm is not None:
             last = spec.last_norm or spec.norm
             self._norm = last.build(inside / names.norm, sizes.width, eps=sizes.eps)
         elif not stage.is_last:
             self._norm = stage.sent()
-        has_head = stage.is_last and self.generates
-        self._head = self._logits_head(scope, spec) if has_head else None
+        self._head = self._logits_head(scope, spec) if stage.is_last and self.generates else None
         self._classifier = classifier_of(scope, sizes.width) if stage.is_last else None
         if not all(layer.mixer and layer.mixer.probed for layer in self._layers):
             self.attention_heads = 0
@@ -185,6 +184,7 @@ class Decoder:
                 spec.embedding_width or sizes.width,
                 scale=spec.embedding_scale,
                 tied=tied_here,
+                tables=spec.embedding_tables,
                 beside=spec.embedding_beside,
             )
         self._embedding = self._table if stage.is_first else stage.received(sizes.width, scope)

@@ -44,6 +44,7 @@ WITH_MEDIA: Mapping[str, str] = {
     "Step3p7ForConditionalGeneration": "step3p7",
     "StepVLForConditionalGeneration": "step3p7",
     "Phi3VForCausalLM": "phi3_v",
+    "MolmoForCausalLM": "molmo",
     "Mistral3ForConditionalGeneration": "llava",
     "MistralLarge4ForConditionalGeneration": "mistral_large4_vision",
     "AyaVisionForConditionalGeneration": "aya_vision",

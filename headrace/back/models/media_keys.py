@@ -49,5 +49,18 @@ def _phi4mm(config: ConfigReader) -> Keys:
     }
 
 
-MEDIA_KEYS: Mapping[str, Callable[[ConfigReader], Keys]] = {PHI4MM: _phi4mm}
+MOLMO_MORE_WORDS = 128
+
+
+def _molmo(config: ConfigReader) -> Keys:
+    """Behind the words that it says are more, in a table of their own, among them those that stand
+    for images."""
+    rows = config.int("embedding_size", config.int("vocab_size", ge=1), ge=1)
+    return {"embedding_size": rows, "vocab_size": rows + MOLMO_MORE_WORDS}
+
+
+MEDIA_KEYS: Mapping[str, Callable[[ConfigReader], Keys]] = {
+    PHI4MM: _phi4mm,
+    "MolmoForCausalLM": _molmo,
+}
 """By the name of the architecture."""

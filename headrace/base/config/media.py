@@ -202,7 +202,8 @@ class MediaSpec(msgspec.Struct, frozen=True, kw_only=True):
     prompt that is not expanded, where that is another token. `video_soft`: what stands for a
     video's tokens in one that is, where that is the images' token. `joins_newlines`: the tokenizer
     has tokens of several newlines, which those around an image become one of with their neighbours.
-    `shares_ends`: images that meet in a prompt share the text between them.
+    `shares_ends`: images that meet in a prompt share the text between them. `ahead`: images of
+    messages stand before all text, behind these ids, which then begin the prompt.
     `written`: by kind what stands for one in a message's text, where templates take texts alone.
     `norm`: what the checkpoint's files say of the values of colours; None: nothing.
     `numbered`: texts around the number of an image in its prompt, which stands before it.
@@ -222,6 +223,7 @@ class MediaSpec(msgspec.Struct, frozen=True, kw_only=True):
     video_soft: int | None = None
     joins_newlines: bool = False
     shares_ends: bool = False
+    ahead: tuple[int, ...] | None = None
     written: dict[str, str] = {}
     numbered: tuple[str, str] | None = None
     norm: ImageNorm | None = None

@@ -143,8 +143,12 @@ def expanded(
 
 
 def _with_placeholders(ids: list[int], spec: MediaSpec, num_images: int) -> list[int]:
-    """With a placeholder for each mark, where marks are what stands for images."""
+    """With a placeholder for each mark, where marks are what stands for images, or before all else
+    where nothing does."""
     mark, token = spec.image_mark, spec.image_token
+    if spec.ahead is not None and token is not None and not {mark, token} & set(ids):
+        begin = len(spec.ahead) if tuple(ids[: len(spec.ahead)]) == spec.ahead else 0
+        return [*spec.ahead, *[token] * num_images, *ids[begin:]]
     if mark is None or token is None or not num_images:
         return ids
     if ids.count(mark) != num_images or token in ids:

@@ -90,14 +90,16 @@ class MediaPreparer:
         self, messages: Sequence[dict[str, Any]], request: MediaRequest
     ) -> PreparedChat:
         """Reads and processes every medium of the messages."""
-        messages = with_images(messages)
+        spec, messages = self.spec, with_images(messages)
         places = each_part(messages)
         media = await self.media_of([part for _, _, part in places], request)
         marked = [dict(message) for message in messages]
         for (i, j, _), parts in reversed(list(zip(places, media, strict=True))):
             content = list(marked[i]["content"])
             content[j : j + 1] = [
-                MediaMark(part.kind, self.spec.written.get(part.kind, "")) for part in parts
+                MediaMark(part.kind, spec.written.get(part.kind, ""))
+                for part in parts
+                if spec.ahead is None
             ]
             marked[i]["content"] = content
         return PreparedChat(messages=marked, media=[part for parts in media for part in parts])

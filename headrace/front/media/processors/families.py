@@ -59,6 +59,7 @@ PROCESSORS: Registry[Callable[[ProcessorSettings], Processor]] = Registry(
         "minicpm": "headrace.front.media.processors.minicpm:MiniCpmProcessor",
         "deepseek_ocr": "headrace.front.media.processors.deepseek_ocr:DeepseekOcrProcessor",
         "deepseek_vl2": "headrace.front.media.processors.deepseek_vl2:DeepseekVl2Processor",
+        "molmo": "headrace.front.media.processors.molmo:MolmoProcessor",
         "radio": "headrace.front.media.processors.radio:RadioProcessor",
         "lfm2": "headrace.front.media.processors.lfm2:Lfm2Processor",
         "siglip2": "headrace.front.media.processors.siglip2:Siglip2Processor",

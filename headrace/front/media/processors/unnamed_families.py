@@ -166,6 +166,32 @@ def _deepseek_vl2(files: CheckpointFiles) -> MediaSpec | None:
     return msgspec.structs.replace(spec, written={"image": "<image>"})
 
 
+def _molmo(files: CheckpointFiles) -> MediaSpec | None:
+    """Images stand before all text, behind the token that begins prompts; of text prompts a mark
+    stands for one."""
+    image, token = files.image, special_token(files.folder, "<im_patch>")
+    if token is None:
+        return None
+    vision = files.config.section("vision_backbone") or ConfigReader({}, files.config.where)
+    patch = vision.int("image_patch_size", 14, ge=1, le=1024)
+    side = vision.list("image_default_input_size", (336, 336), of=int, length=2)[0]
+    for key, usual in (("overlap_margins", [4, 4]), ("base_image_input_size", [side, side])):
+        if image.raw.get(key, usual) != usual:
+            raise image.wrong(key, str(usual))
+    settings = ProcessorSettings(
+        patch=patch, merge=2, side=side, tiles=(1, image.int("max_crops", 12, ge=1, le=36))
+    )
+    keys = read_keys(files.folder, "tokenizer_config.json")
+    text = next((keys.raw[key] for key in ("bos_token", "eos_token") if keys.raw.get(key)), None)
+    text = text.get("content") if isinstance(text, dict) else text
+    begin = special_token(files.folder, text) if isinstance(text, str) else None
+    return msgspec.structs.replace(
+        image_only("molmo", settings, _with_token(files.config, token)),
+        image_mark=special_token(files.folder, "<|image|>"),
+        ahead=() if begin is None else (begin,),
+    )
+
+
 def _with_token(config: ConfigReader, token: int) -> ConfigReader:
     return ConfigReader({**config.raw, "image_token_id": token}, config.where)
 
@@ -174,6 +200,7 @@ UNNAMED: Mapping[str, Callable[[CheckpointFiles], MediaSpec | None]] = {
     "fuyu": _fuyu,
     **dict.fromkeys(("minicpmv", "minicpmo"), _minicpm_queries),
     "deepseek_vl_v2": _deepseek_vl2,
+    "molmo": _molmo,
     "ovis2_5": _ovis2_5,
     "phi4_multimodal": _phi4,
     "phi3_v": _phi3,
