@@ -65,7 +65,7 @@ def media_spec(options: Options, known: MediaSpec | None) -> MediaSpec | None:
         known = msgspec.structs.replace(known, settings=settings)
     return msgspec.structs.replace(
         known,
-        most=most,
+        most=known.most | most,
         domains=options.server.allowed_media_domains,
         local_root=root,
         embeds=options.model.enable_mm_embeds,

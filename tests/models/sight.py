@@ -16,6 +16,7 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
+from headrace.back.models.published_keys import in_common_keys
 from headrace.base.config.media import MediaSpec
 from headrace.base.wire.media import MediaInput
 from headrace.front.media.placeholders import expanded
@@ -57,7 +58,8 @@ def write_checkpoint(
 
 def read_spec(folder: Path) -> MediaSpec:
     """What launch reads of the media of a checkpoint."""
-    spec = read_media(folder, json.loads((folder / "config.json").read_text()))
+    config = in_common_keys(json.loads((folder / "config.json").read_text()))
+    spec = read_media(folder, config)
     assert spec is not None
     return spec
 

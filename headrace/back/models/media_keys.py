@@ -59,8 +59,22 @@ def _molmo(config: ConfigReader) -> Keys:
     return {"embedding_size": rows, "vocab_size": rows + MOLMO_MORE_WORDS}
 
 
+def _cogvlm(config: ConfigReader) -> Keys:
+    """What its code takes for granted, in which the second differs: its configs have the number of
+    KV heads."""
+    heads = config.int("num_attention_heads", ge=1)
+    kv_heads = config.int("num_multi_query_heads", None, ge=1)
+    theta = 10_000.0 if kv_heads is None else 500_000.0
+    return {
+        "model_type": "cogvlm",
+        "num_key_value_heads": heads if kv_heads is None else kv_heads,
+        **({} if "rope_theta" in config else {"rope_theta": theta}),
+    }
+
+
 MEDIA_KEYS: Mapping[str, Callable[[ConfigReader], Keys]] = {
     PHI4MM: _phi4mm,
     "MolmoForCausalLM": _molmo,
+    "CogVLMForCausalLM": _cogvlm,
 }
 """By the name of the architecture."""

@@ -54,7 +54,8 @@ class VisionLayerSpec:
     query, key, value and what leads back; `mlp_bias`: of the MLP. `scaled`: a learned factor for
     each column of what a branch adds (Touvron et al. 2021), under these names. `qk_norm`: norms
     over the whole width of queries and of keys, with `qk_per_head` over each head. `kv_heads`: 0:
-    as many as of queries. `rotary_dims`: of a head, 0: all."""
+    as many as of queries. `rotary_dims`: of a head, 0: all. `after`: norms stand behind branches,
+    not before them."""
 
     width: int
     inner: int
@@ -75,6 +76,7 @@ class VisionLayerSpec:
     kv_heads: int = 0
     rotary_dims: int = 0
     bound: float = 0.0
+    after: bool = False
     names: VisionLayerNames = VisionLayerNames()
 
 
@@ -96,7 +98,8 @@ class VisionLayer:
     """x_NE -> x_NE."""
 
     def __init__(self, scope: Scope, spec: VisionLayerSpec) -> None:
-        names = spec.names
+        names, self._after = spec.names, spec.after
+        assert not (spec.after and spec.scaled), "factors of branches with norms behind"
         self._before_attention = spec.norm.build(
             scope / names.before_attention, spec.width, eps=spec.eps
         )
@@ -112,6 +115,10 @@ class VisionLayer:
 
     def forward(self, x_NE: torch.Tensor, spans: TokenSpans) -> torch.Tensor:
         """See the class."""
+        if self._after:
+            y_NE = self._attention.forward(x_NE, spans)
+            x_NE = x_NE + self._before_attention.norm(y_NE)
+            return x_NE + self._before_mlp.norm(self._mlp.forward(x_NE))
         y_NE = self._attention.forward(self._before_attention.norm(x_NE), spans)
         x_NE = x_NE + (y_NE * self._scales[0] if self._scales else y_NE)
         y_NE = self._mlp.forward(self._before_mlp.norm(x_NE))

@@ -192,6 +192,25 @@ def _molmo(files: CheckpointFiles) -> MediaSpec | None:
     )
 
 
+def _cogvlm(files: CheckpointFiles) -> MediaSpec | None:
+    """One square of its configuration, of one image, which stands before all text. What stands for
+    it is the token that fills prompts up."""
+    config, vision = files.config, vision_section(files.config)
+    settings = ProcessorSettings(
+        patch=vision.int("patch_size", 14, ge=1, le=1024),
+        merge=2 if "num_multi_query_heads" in config else 1,
+        side=side_pixels(vision),
+    )
+    side = settings.side // settings.patch // settings.merge
+    settings = msgspec.structs.replace(settings, rows_each=side**2 + 2)
+    token = config.int("pad_token_id", 0, ge=0)
+    return msgspec.structs.replace(
+        image_only("square", settings, _with_token(config, token)),
+        ahead=(config.int("bos_token_id", 1, ge=0),),
+        most={"image": 1},
+    )
+
+
 def _with_token(config: ConfigReader, token: int) -> ConfigReader:
     return ConfigReader({**config.raw, "image_token_id": token}, config.where)
 
@@ -200,6 +219,7 @@ UNNAMED: Mapping[str, Callable[[CheckpointFiles], MediaSpec | None]] = {
     "fuyu": _fuyu,
     **dict.fromkeys(("minicpmv", "minicpmo"), _minicpm_queries),
     "deepseek_vl_v2": _deepseek_vl2,
+    "cogvlm": _cogvlm,
     "molmo": _molmo,
     "ovis2_5": _ovis2_5,
     "phi4_multimodal": _phi4,
