@@ -45,6 +45,7 @@ WITH_MEDIA: Mapping[str, str] = {
     "StepVLForConditionalGeneration": "step3p7",
     "Phi3VForCausalLM": "phi3_v",
     "MolmoForCausalLM": "molmo",
+    "HCXVisionForCausalLM": "hcx_vision",
     "CogVLMForCausalLM": "cogvlm",
     "Mistral3ForConditionalGeneration": "llava",
     "MistralLarge4ForConditionalGeneration": "mistral_large4_vision",

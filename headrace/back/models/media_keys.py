@@ -72,9 +72,16 @@ def _cogvlm(config: ConfigReader) -> Keys:
     }
 
 
+def _hcx_vision(config: ConfigReader) -> Keys:
+    """Its older configs call the text part's section otherwise."""
+    text = config.section("text_config") or config.required_section("language_config")
+    return {"model_type": "hyperclovax_vlm", "text_config": text.raw}
+
+
 MEDIA_KEYS: Mapping[str, Callable[[ConfigReader], Keys]] = {
     PHI4MM: _phi4mm,
     "MolmoForCausalLM": _molmo,
     "CogVLMForCausalLM": _cogvlm,
+    "HCXVisionForCausalLM": _hcx_vision,
 }
 """By the name of the architecture."""

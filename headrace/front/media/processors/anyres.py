@@ -1,7 +1,8 @@
-"""LLaVA-NeXT, LLaVA-OneVision and Video-LLaVA: the whole picture as one square, then its tiles, of
-which the part without padding is shown.
+"""LLaVA-NeXT, LLaVA-OneVision, Video-LLaVA and HyperCLOVA X SEED Vision: the whole picture as one
+square, then its tiles, of which the part without padding is shown.
 
-As transformers 5.23 (image_processing_pil_llava_next.py, image_processing_pil_llava_onevision.py,
+As its authors' processor (naver-hyperclovax/HyperCLOVAX-SEED-Vision-Instruct-3B), the others' as
+transformers 5.23 (image_processing_pil_llava_next.py, image_processing_pil_llava_onevision.py,
 processing_llava_next.py, processing_llava_onevision.py,
 processing_llava_next_video.py).
 """
@@ -29,39 +30,51 @@ class AnyResolutionProcessor(SquareProcessor):
     def __init__(self, settings: ProcessorSettings) -> None:
         super().__init__(settings)
         self._packing = Packing(newline=True, middle=True, most=settings.most_windows)
+        self._ground = (0, 0, 0)
 
     def image(self, picture: Image.Image) -> ProcessedMedia:
         """Two inputs: the whole, and the tiles; or the whole alone."""
-        settings, side = self._settings, self._settings.side
+        settings = self._settings
         if settings.most_cut and settings.tiles == (1, 1):
             whole = self._whole(self.fitted(picture), MediaCut(tail=True), "image")
             return ProcessedMedia(inputs=(whole,), layout=(0,))
-        square = resized(picture, height=side, width=side, resample=settings.resample)
-        base = self.input_of(square)
-        return ProcessedMedia(inputs=(base, self._tiles(picture)), layout=(0, 1))
+        base = self.input_of(self.whole(picture))
+        tiles = self._tiles(picture)
+        inputs = (base,) if tiles is None else (base, tiles)
+        return ProcessedMedia(inputs=inputs, layout=tuple(range(len(inputs))))
 
-    def _tiles(self, picture: Image.Image) -> TowerInput:
+    def whole(self, picture: Image.Image) -> Image.Image:
+        """The square before the tiles."""
+        side = self._settings.side
+        return resized(picture, height=side, width=side, resample=self._settings.resample)
+
+    def _tiles(self, picture: Image.Image) -> TowerInput | None:
+        """None: so narrow a picture fills no row, or column, of windows."""
         settings, side = self._settings, self._settings.side
         height, width = best_size(picture.height, picture.width, settings.sizes)
-        ground = Image.new("RGB", (width, height))
+        ground = Image.new("RGB", (width, height), self._ground)
         high, wide = fitted_size(picture.height, picture.width, height, width)
         small = resized(picture, height=high, width=wide, resample=settings.resample)
         ground.paste(small, ((width - wide) // 2, (height - high) // 2))
         rows, columns = height // side, width // side
         channels = channels_of(ground).reshape(3, rows, side, columns, side)
         tiles = channels.transpose(1, 3, 0, 2, 4).reshape(rows * columns, 3, side, side)
-        patches = side // settings.patch
-        shown = unpadded(picture.height, picture.width, patches * rows, patches * columns)
-        return self._input(
-            tiles, MediaCut(columns=columns, height=shown[0], width=shown[1]), "image"
+        windows = side // settings.patch // settings.merge
+        high_windows, wide_windows = unpadded(
+            picture.height, picture.width, windows * rows, windows * columns
         )
+        if not high_windows or not wide_windows:
+            return None
+        cut = MediaCut(columns=columns, height=high_windows, width=wide_windows)
+        return self._input(tiles, cut, "image")
 
     def _whole(self, square: Image.Image, cut: MediaCut, kind: str) -> TowerInput:
         return self._input(channels_of(square)[None], cut, kind)
 
     def _input(self, squares: np.ndarray, cut: MediaCut, kind: str) -> TowerInput:
-        grid, rows = patches_of(squares, self._settings.patch)
-        count = self._packing.num_rows(grid, 1, cut)
+        merge = self._settings.merge
+        grid, rows = patches_of(squares, self._settings.patch, merge=merge)
+        count = self._packing.num_rows(grid, merge, cut)
         return TowerInput(kind=kind, grid=grid, rows=rows, cut=cut, num_tokens=count)
 
     def frames_of(self, video: Sampling) -> list[int]:
@@ -91,6 +104,31 @@ class AnyResolutionProcessor(SquareProcessor):
             num_tokens=len(squares) * half**2 + 1,
         )
         return ProcessedMedia(inputs=(one,), layout=(0,))
+
+
+class PaddedProcessor(AnyResolutionProcessor):
+    """HyperCLOVA X SEED Vision's: the whole and the tiles have a ground of the mean colour. It has
+    no video."""
+
+    def __init__(self, settings: ProcessorSettings) -> None:
+        super().__init__(settings)
+        self._ground = settings.pad_color
+
+    def whole(self, picture: Image.Image) -> Image.Image:
+        """In the middle of the square."""
+        side = self._settings.side
+        longest = max(picture.size)
+        width, height = (math.ceil(one / longest * side) for one in picture.size)
+        small = resized(picture, height=height, width=width, resample=self._settings.resample)
+        ground = Image.new("RGB", (side, side), self._ground)
+        ground.paste(small, ((side - width) // 2, (side - height) // 2))
+        return ground
+
+    def video(
+        self, frames: Iterable[Image.Image], indices: Sequence[int], video: Sampling
+    ) -> ProcessedMedia:
+        """None."""
+        raise InvalidRequest("this model takes no video")
 
 
 class CroppedFramesProcessor(SquareProcessor):

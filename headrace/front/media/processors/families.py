@@ -46,6 +46,7 @@ PROCESSORS: Registry[Callable[[ProcessorSettings], Processor]] = Registry(
         "gemma4": "headrace.front.media.processors.gemma4:Gemma4Processor",
         "anyres": "headrace.front.media.processors.anyres:AnyResolutionProcessor",
         "anyres_frames": "headrace.front.media.processors.anyres:AveragedFramesProcessor",
+        "anyres_padded": "headrace.front.media.processors.anyres:PaddedProcessor",
         "cropped_frames": "headrace.front.media.processors.anyres:CroppedFramesProcessor",
         "hunyuan": "headrace.front.media.processors.hunyuan:HunyuanProcessor",
         "kimi": "headrace.front.media.processors.kimi:KimiProcessor",

@@ -211,6 +211,30 @@ def _cogvlm(files: CheckpointFiles) -> MediaSpec | None:
     )
 
 
+def _hcx_vision(files: CheckpointFiles) -> MediaSpec | None:
+    """The C-Abstractor makes one row of each window."""
+    image, config = files.image, files.config
+    vision = vision_section(config)
+    mark = special_token(files.folder, "<|dummy3|>")
+    token = config.int("image_token_id", config.int("img_start_id", mark, ge=0), ge=0)
+    if token is None:
+        return None
+    if not image.bool("pad_to_square", True):
+        raise image.wrong("pad_to_square", "true")
+    mean = image.list("image_mean", (0.5, 0.5, 0.5), of=float, length=3)
+    patch, side = vision.int("patch_size", 14, ge=1, le=1024), side_pixels(vision, 378)
+    half = round(config.int("num_queries_vis_abstractor_image", 81, ge=1) ** 0.5)
+    settings = ProcessorSettings(
+        patch=patch,
+        merge=side // patch // half,
+        side=side,
+        sizes=tile_sizes(image, config, key="possible_resolutions", default_side=378),
+        pad_color=(int(mean[0] * 255), int(mean[1] * 255), int(mean[2] * 255)),
+        resample=image.int("resample", 3, ge=0, le=5),
+    )
+    return image_only("anyres_padded", settings, _with_token(config, token))
+
+
 def _with_token(config: ConfigReader, token: int) -> ConfigReader:
     return ConfigReader({**config.raw, "image_token_id": token}, config.where)
 
@@ -220,6 +244,7 @@ UNNAMED: Mapping[str, Callable[[CheckpointFiles], MediaSpec | None]] = {
     **dict.fromkeys(("minicpmv", "minicpmo"), _minicpm_queries),
     "deepseek_vl_v2": _deepseek_vl2,
     "cogvlm": _cogvlm,
+    "hyperclovax_vlm": _hcx_vision,
     "molmo": _molmo,
     "ovis2_5": _ovis2_5,
     "phi4_multimodal": _phi4,
