@@ -22,7 +22,6 @@ from tests.models.oracle import (
 )
 from tests.models.paged import random_rows, teacher_forced
 from tests.models.test_parity import LENGTHS, SIZES, compare
-from tests.references import step3
 
 
 def hold(
@@ -39,23 +38,6 @@ def agree(folder: Path, rows: list[list[int]], theirs: list[torch.Tensor]) -> No
     ours = load_ours(model_spec(folder))
     got = teacher_forced(ours, rows, block_tokens=BLOCK_TOKENS, dtype=torch.float32)
     compare(got, theirs, 1e-4)
-
-
-@pytest.mark.slow
-def test_step_3_has_the_logits_of_its_text_model(tmp_path: Path) -> None:
-    weights = step3.tensors(step3.CONFIG)
-    save_file(weights, tmp_path / "model.safetensors")
-    text = {key: value for key, value in step3.CONFIG.items() if key != "model_type"}
-    whole = {"architectures": ["Step3VLForConditionalGeneration"], "text_config": text}
-    others = (
-        "vision_model.class_embedding",
-        "vit_downsampler2.weight",
-        "vit_large_projector.weight",
-    )
-    hold(tmp_path, whole | {"model_type": "step3_vl"}, others=others)
-    rows = random_rows(97, LENGTHS)
-    wide = {name: one.double() for name, one in weights.items()}
-    agree(tmp_path, rows, [step3.logits(step3.CONFIG, wide, row).float() for row in rows])
 
 
 @pytest.mark.slow

@@ -41,6 +41,7 @@ WITH_MEDIA: Mapping[str, str] = {
     "Ovis2_5": "ovis2_5",
     "Ovis2_6ForCausalLM": "ovis2_5",
     "Ovis2_6_MoeForCausalLM": "ovis2_5",
+    "Step3VLForConditionalGeneration": "step3_vl",
     "Step3p7ForConditionalGeneration": "step3p7",
     "StepVLForConditionalGeneration": "step3p7",
     "Phi3VForCausalLM": "phi3_v",

@@ -13,12 +13,9 @@ from headrace.back.layers.scope import Scope
 from headrace.back.models.blocks import Decoder, DecoderSpec, LayerSpec, plain_attention, read_sizes
 from headrace.base.config.hf import ConfigReader
 
-PARTS = (r"vision_model\..*", r"vit_.*")
-"""Of Step-3 with vision, which are not read."""
-
 
 def build(scope: Scope, config: ConfigReader) -> Decoder:
-    """Step3TextForCausalLM, and the text part of Step3VLForConditionalGeneration."""
+    """Step3TextForCausalLM."""
     sizes = read_sizes(config, eps=1e-5)
     attention = AttentionSpec(
         **plain_attention(sizes),
@@ -36,7 +33,7 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
         LayerSpec(mixer=factored, feed_forward=mixture if is_sparse else GATED_MLP)
         for is_sparse in _sparse(config, sizes.layers)
     )
-    return Decoder(scope, DecoderSpec(sizes=sizes, layers=layers, ignored=PARTS))
+    return Decoder(scope, DecoderSpec(sizes=sizes, layers=layers))
 
 
 def _mixture(config: ConfigReader) -> FeedForwardSpec:

@@ -89,7 +89,10 @@ def _tower(config: ConfigReader, text: ConfigReader, vision: ConfigReader) -> Pl
         layer=layer,
         layers=vision.int("num_hidden_layers", 47, aliases=("layers",), ge=1),
         projector=HalvingSpec(
-            width=width,
+            halvings=(
+                Halving(name="vision_model.vit_downsampler1", inputs=width, outputs=2 * width),
+                Halving(name="vision_model.vit_downsampler2", inputs=2 * width, outputs=4 * width),
+            ),
             outputs=text.int("hidden_size", ge=1),
             bias=config.bool("projector_bias", False),
         ),
@@ -105,10 +108,21 @@ def _tower(config: ConfigReader, text: ConfigReader, vision: ConfigReader) -> Pl
 
 
 @dataclass(frozen=True, kw_only=True)
-class HalvingSpec:
-    """Two convolutions, each of which halves the sides and doubles the width."""
+class Halving:
+    """A convolution that halves the sides: `size` pixels a side, `padding` around."""
 
-    width: int
+    name: str
+    inputs: int
+    outputs: int
+    size: int = 3
+    padding: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class HalvingSpec:
+    """Two convolutions, each of which halves the sides, and one linear layer."""
+
+    halvings: tuple[Halving, Halving]
     outputs: int
     bias: bool
     merge: int = MERGE
@@ -122,17 +136,18 @@ class HalvingProjector:
     """x_NE -> y_MF by HalvingSpec; `GridProjector`."""
 
     def __init__(self, scope: Scope, spec: HalvingSpec) -> None:
-        within, width = scope / "vision_model", spec.width
+        self._halvings = spec.halvings
         self._params = [
             (
-                (within / name).param("weight", (outputs, outputs // 2, 3, 3)),
-                (within / name).param("bias", (outputs,), init="zeros"),
+                (scope / one.name).param("weight", (one.outputs, one.inputs, one.size, one.size)),
+                (scope / one.name).param("bias", (one.outputs,), init="zeros"),
             )
-            for name, outputs in (("vit_downsampler1", 2 * width), ("vit_downsampler2", 4 * width))
+            for one in spec.halvings
         ]
         self._convolutions: list[tuple[torch.Tensor, torch.Tensor]] = []
         at = scope / "vit_large_projector"
-        self._linear = WholeLinear(at, 4 * width, spec.outputs, bias=spec.bias)
+        inputs = spec.halvings[-1].outputs
+        self._linear = WholeLinear(at, inputs, spec.outputs, bias=spec.bias)
         scope.on_finish(self._finish)
 
     def merge(self, x_NE: torch.Tensor) -> torch.Tensor:
@@ -153,8 +168,8 @@ class HalvingProjector:
         x_TNE = x_NE.unflatten(0, (t, -1))
         plain_TNE = torch.empty_like(x_TNE).index_copy_(1, place_N, x_TNE)
         planes = plain_TNE.transpose(1, 2).unflatten(2, (h, w))
-        for weight, bias in self._convolutions:
-            planes = F.conv2d(planes, weight, bias, stride=2, padding=1)
+        for one, (weight, bias) in zip(self._halvings, self._convolutions, strict=True):
+            planes = F.conv2d(planes, weight, bias, stride=2, padding=one.padding)
         return planes.flatten(2).transpose(1, 2).flatten(0, 1).contiguous()
 
     def _finish(self) -> None:

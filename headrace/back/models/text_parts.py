@@ -59,7 +59,6 @@ BASES_WITHIN: Mapping[str, str] = {
     "Emu3ForConditionalGeneration": "model.text_model",
     "Qwen4ExpForConditionalGeneration": "model.language_model",
     "MuseGlimmerForConditionalGeneration": "model.language_model",
-    "Step3VLForConditionalGeneration": "model",
     "InklingForConditionalGeneration": "model.llm",
     "Inkling2ForConditionalGeneration": "model.llm",
 }

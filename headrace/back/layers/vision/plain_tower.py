@@ -79,13 +79,13 @@ class TowerNorm:
 class PlainTowerSpec:
     """side: patches a side of the one size there is; 0: any; filled: rows and columns of an input
     behind them, which nothing sees and which are zeros for the projector. positions: the table's
-    name, a row
-    for each patch, before them one for the class token if there is one, with `class_last` behind
-    them, or `skipped` ones. table_side: patches a side of a table that is resized to each image;
-    sides: the only ones such images have.
-    class_token: its name and shape; it sees and is seen, and is left out in the end, or with
-    `class_alone` is all that is left, or with `class_kept` stands before the patches. prefix:
-    learned rows that are seen likewise, without places.
+    name, a row for each patch, before them one for the class token if there is one, with
+    `class_last` behind them, or `skipped` ones. table_side: patches a side of a table that is
+    resized to each image; sides: the only ones such images have; resized: how, with `smooth`
+    smoothed where it shrinks.
+    class_token: its name and shape; it stands there `class_times`, sees and is seen, and is left
+    out in the end, or with `class_alone` is all that is left, or with `class_kept` stands before
+    the patches. prefix: learned rows that are seen likewise, without places.
     cropped: a resized table is that of a square around the image. shares: instead of being resized,
     the table gives each patch the place that its share of the image falls into. rows_each, extra,
     row_extra: see MediaForm. before, behind: norms around the layers. theta, turns: of the
@@ -108,9 +108,11 @@ class PlainTowerSpec:
     skipped: int = 0
     sides: tuple[tuple[int, int], ...] = ()
     smooth: bool = True
+    resized: str = "bilinear"
     positions: tuple[str, tuple[int, ...]] | None = None
     class_token: tuple[str, tuple[int, ...]] | None = None
     class_last: bool = False
+    class_times: int = 1
     class_alone: bool = False
     class_kept: bool = False
     prefix: tuple[str, tuple[int, int]] | None = None
@@ -185,6 +187,7 @@ class PlainTower:
         if self._class is not None:
             own = -1 if spec.class_last else 0
             self._first_KE = self._class.take().view(1, width) + self._table_PE[own]
+            self._first_KE = self._first_KE.repeat(spec.class_times, 1)
             self._table_PE = self._table_PE[:-1] if spec.class_last else self._table_PE[1:]
         if self._prefix is not None:
             self._first_KE = self._prefix.take()
@@ -266,7 +269,8 @@ class PlainTower:
         table = self._table_PE.float().view(1, side, side, -1).permute(0, 3, 1, 2)
         smooth = self._spec.smooth
         size = (max(h, w),) * 2 if self._spec.cropped else (h, w)
-        table = F.interpolate(table, size=size, mode="bilinear", antialias=smooth)[:, :, :h, :w]
+        table = F.interpolate(table, size=size, mode=self._spec.resized, antialias=smooth)
+        table = table[:, :, :h, :w]
         row_N, column_N = coordinates((1, h, w), self._spec.projector.merge)
         place_N = planned(row_N * w + column_N, table.device)
         resized_NE = table[0].flatten(1).T.index_select(0, place_N).to(self.dtype)

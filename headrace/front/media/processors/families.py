@@ -53,6 +53,7 @@ PROCESSORS: Registry[Callable[[ProcessorSettings], Processor]] = Registry(
         "llama4": "headrace.front.media.processors.llama4:Llama4Processor",
         "ovis2": "headrace.front.media.processors.ovis2:Ovis2Processor",
         "ovis2_5": "headrace.front.media.processors.ovis2_5:Ovis25Processor",
+        "step3": "headrace.front.media.processors.step:Step3Processor",
         "step": "headrace.front.media.processors.step:StepProcessor",
         "paddleocr": "headrace.front.media.processors.paddleocr:PaddleOcrProcessor",
         "aya": "headrace.front.media.processors.canvas:AyaProcessor",

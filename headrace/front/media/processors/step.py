@@ -1,6 +1,7 @@
-"""Step 3.7: windows of a picture, whose size follows its ratio, and the whole picture behind them.
+"""Step-3 and Step 3.7: windows of a picture, whose size follows its ratio, and the whole picture
+behind them.
 
-As transformers 5.23 (image_processing_step3p7.py, processing_step3p7.py).
+As transformers 5.23 (image_processing_step3p7.py, processing_step3p7.py), and as vLLM has Step-3's.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class StepProcessor(SquareProcessor):
         side, tile = self._settings.side, self._settings.sizes[0][0]
         picture, width, height = self._bounded(picture)
         whole = self._at(self._at(picture, width, height), side, side)
-        window = _window(width, height, side, tile)
+        window = self.window(width, height)
         squares, layout = list[Image.Image](), list[str | int]()
         if window:
             wide, high = _snapped(width, window), _snapped(height, window)
@@ -45,6 +46,10 @@ class StepProcessor(SquareProcessor):
         layout += ["<im_start>", len(squares), "<im_end>"]
         inputs = tuple(self.input_of(square) for square in (*squares, whole))
         return ProcessedMedia(inputs=inputs, layout=tuple(layout))
+
+    def window(self, width: int, height: int) -> int:
+        """Pixels of a window's side; 0: the picture is not cut."""
+        return _window(width, height, self._settings.side, self._settings.sizes[0][0])
 
     def _bounded(self, picture: Image.Image) -> tuple[Image.Image, int, int]:
         """The picture, a square where it is narrow, and the size at which it is cut."""
@@ -65,8 +70,20 @@ class StepProcessor(SquareProcessor):
         return resized(picture, height=height, width=width, resample=resample)
 
 
+class Step3Processor(StepProcessor):
+    """Step-3's: a picture as long as the square is cut; one longer than `longest` becomes smaller
+    first."""
+
+    def window(self, width: int, height: int) -> int:
+        """See StepProcessor."""
+        return _window(width, height, self._settings.side - 1, self._settings.sizes[0][0])
+
+    def _bounded(self, picture: Image.Image) -> tuple[Image.Image, int, int]:
+        picture, width, height = super()._bounded(picture)
+        return self._at(picture, width, height), width, height
+
+
 def _window(width: int, height: int, side: int, tile: int) -> int:
-    """Pixels of a window's side; 0: the picture is not cut."""
     short, long = min(height, width), max(height, width)
     if long <= side:
         return short if long / short > LONG else 0

@@ -235,6 +235,25 @@ def _hcx_vision(files: CheckpointFiles) -> MediaSpec | None:
     return image_only("anyres_padded", settings, _with_token(config, token))
 
 
+def _step3(files: CheckpointFiles) -> MediaSpec | None:
+    """Sizes of squares and tiles are its code's; of its numbers config.json has hardly any."""
+    vision = files.config.section("vision_config")
+    mark = special_token(files.folder, "<im_patch>")
+    token = files.config.int("image_token_id", mark, ge=0)
+    if vision is None or token is None:
+        return None
+    if not vision.bool("enable_patch", True):
+        raise vision.wrong("enable_patch", "true")
+    side, patch = side_pixels(vision, 728), vision.int("patch_size", 14, ge=1, le=1024)
+    tile = round(side * 9 / 13)
+    if tile % (4 * patch):
+        raise vision.wrong("image_size", f"such that {4 * patch} pixels divide 9 / 13 of it")
+    settings = ProcessorSettings(
+        patch=patch, merge=4, side=side, sizes=((tile, tile),), longest=3024, resample=2
+    )
+    return image_only("step3", settings, _with_token(files.config, token))
+
+
 def _with_token(config: ConfigReader, token: int) -> ConfigReader:
     return ConfigReader({**config.raw, "image_token_id": token}, config.where)
 
@@ -245,6 +264,7 @@ UNNAMED: Mapping[str, Callable[[CheckpointFiles], MediaSpec | None]] = {
     "deepseek_vl_v2": _deepseek_vl2,
     "cogvlm": _cogvlm,
     "hyperclovax_vlm": _hcx_vision,
+    "step3_vl": _step3,
     "molmo": _molmo,
     "ovis2_5": _ovis2_5,
     "phi4_multimodal": _phi4,
