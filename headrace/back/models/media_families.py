@@ -46,6 +46,7 @@ WITH_MEDIA: Mapping[str, str] = {
     "StepVLForConditionalGeneration": "step3p7",
     "Phi3VForCausalLM": "phi3_v",
     "MolmoForCausalLM": "molmo",
+    "YoutuVLForConditionalGeneration": "youtu_vl",
     "HCXVisionForCausalLM": "hcx_vision",
     "CogVLMForCausalLM": "cogvlm",
     "Mistral3ForConditionalGeneration": "llava",

@@ -63,6 +63,7 @@ PROCESSORS: Registry[Callable[[ProcessorSettings], Processor]] = Registry(
         "deepseek_vl2": "headrace.front.media.processors.deepseek_vl2:DeepseekVl2Processor",
         "molmo": "headrace.front.media.processors.molmo:MolmoProcessor",
         "radio": "headrace.front.media.processors.radio:RadioProcessor",
+        "youtu": "headrace.front.media.processors.youtu:YoutuProcessor",
         "lfm2": "headrace.front.media.processors.lfm2:Lfm2Processor",
         "siglip2": "headrace.front.media.processors.siglip2:Siglip2Processor",
         "square": "headrace.front.media.processors.square:SquareProcessor",

@@ -187,7 +187,20 @@ def _cosmos(files: CheckpointFiles) -> MediaSpec:
     return image_only("glm_v", settings, config)
 
 
+def _youtu(files: CheckpointFiles) -> MediaSpec:
+    """Its code allows so many patches, whatever its files say."""
+    vision = vision_section(files.config)
+    settings = ProcessorSettings(
+        patch=vision.int("patch_size", 16, ge=1, le=1024),
+        merge=vision.int("spatial_merge_size", 2, ge=1, le=16),
+        tiles=(1, 36_864),
+        resample=files.image.int("resample", 2, ge=0, le=5),
+    )
+    return image_only("youtu", settings, files.config)
+
+
 RATIO_FAMILIES: Mapping[str, Callable[[CheckpointFiles], MediaSpec]] = {
+    "youtu_vl": _youtu,
     "aria": _aria,
     "cosmos3_edge": _cosmos,
     "ernie4_5_vl_moe": _ernie,
