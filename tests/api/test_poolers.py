@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 from pathlib import Path
 
@@ -9,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from headrace.front.server.pooling.listwise import SYSTEM
@@ -142,3 +145,76 @@ def test_nvidias_reranker_reads_a_pair_as_it_was_trained(tmp_path: Path) -> None
             states = oracle.model(torch.tensor([ids]), attention_mask=sees_all)[0]
             score = oracle.score(states.mean(1))[0, 0].item()
         assert one["relevance_score"] == pytest.approx(score, abs=1e-3)
+
+
+def test_nvidias_reranker_of_pages_reads_an_image_before_the_pair(tmp_path: Path) -> None:
+    """The image's tokens stand between their marks behind the first token of all, and before both
+    texts; a pair of texts is read as the reranker of texts reads it."""
+    words = ["<img>", "</img>", "<IMG_CONTEXT>", "question", ":", "passage"]
+    tokenizer = write_tokenizer(tmp_path)
+    tokenizer.add_special_tokens(words[:3])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    first = {"pad_token": "[PAD]", "bos_token": "[CLS]"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(first))
+    context = tokenizer.token_to_id("<IMG_CONTEXT>")
+    sizes = {key: value for key, value in SIZES.items() if key != "pad_token_id"}
+    sizes |= {"vocab_size": tokenizer.get_vocab_size()}
+    text = transformers.LlamaConfig(**sizes, attn_implementation="eager")
+    side = {"image_size": 16, "patch_size": 4, "num_hidden_layers": 1, "num_attention_heads": 2}
+    tower = transformers.SiglipVisionConfig(
+        hidden_size=32, intermediate_size=40, **side, vision_use_head=False
+    )
+    torch.manual_seed(5)
+    sees, reads = transformers.SiglipVisionModel(tower).eval(), transformers.LlamaModel(text).eval()
+    between = torch.nn.Sequential(
+        torch.nn.LayerNorm(128), torch.nn.Linear(128, 32), torch.nn.GELU(), torch.nn.Linear(32, 32)
+    )
+    score = torch.nn.Linear(32, 1, bias=False)
+    parts = {"vision_model.vision_model.": sees, "language_model.": reads, "mlp1.": between}
+    tensors = {"score.weight": score.weight.detach()}
+    for at, part in parts.items():
+        for parameter in part.parameters():
+            torch.nn.init.normal_(parameter, std=0.3)
+        for name, one in part.state_dict().items():
+            tensors[f"model.{at}{name.removeprefix('vision_model.')}"] = one.contiguous()
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = {
+        "architectures": ["LlamaNemotronVLForSequenceClassification"],
+        **{"model_type": "llama_nemotron_vl_rerank", "num_labels": 1, "prompt_template": "v1"},
+        "vision_config": json.loads(tower.to_json_string()),
+        "llm_config": json.loads(text.to_json_string()) | {"model_type": "llama_bidirec"},
+        **{"downsample_ratio": 0.5, "force_image_size": 16, "img_context_token_id": context},
+        **{"pooling": "avg", "ps_version": "v2", "select_layer": -1, "use_thumbnail": True},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    picture = io.BytesIO()
+    Image.new("RGB", (16, 16), (200, 40, 90)).save(picture, "png")
+    url = "data:image/png;base64," + base64.b64encode(picture.getvalue()).decode()
+    page = [
+        {"type": "image_url", "image_url": {"url": url}},
+        {"type": "text", "text": DOCUMENTS[0]},
+    ]
+    with serving(None, str(tmp_path), "--threads", "1", "--dtype", "float32") as served:
+        body = {"query": QUERY, "use_activation": False}
+        documents = [{"content": page}, {"content": page[:1]}, DOCUMENTS[0]]
+        results = served.post("/rerank", body | {"documents": documents}).json()["results"]
+        two = served.post("/rerank", body | {"documents": [{"content": [*page, page[0]]}]})
+        assert two.status_code == 400 and "image" in two.json()["error"]["message"]
+    scores = {one["index"]: one["relevance_score"] for one in results}
+    pixels = (torch.tensor([200, 40, 90]) / 255 - 0.5) / 0.5
+    begin, end = (tokenizer.token_to_id(word) for word in words[:2])
+    with torch.inference_mode():
+        states = sees(pixels.view(1, 3, 1, 1).expand(1, 3, 16, 16)).last_hidden_state
+        x = states.view(1, 2, 2, 2, 2, -1).transpose(2, 3).reshape(4, -1)
+        for index, passage in enumerate((DOCUMENTS[0], "", None)):
+            said = f" question:{QUERY} \n \n passage:{passage}"
+            ids = [2, begin, *[context] * 4, end]
+            ids += tokenizer.encode(said, add_special_tokens=False).ids
+            if passage is None:
+                ids = tokenizer.encode(f"question:{QUERY} \n \n passage:{DOCUMENTS[0]}").ids
+            rows = reads.embed_tokens(torch.tensor([ids]))
+            if passage is not None:
+                rows[0, 2:6] = between(x)
+            mask = torch.zeros(1, 1, len(ids), len(ids))
+            read = reads(inputs_embeds=rows, attention_mask=mask).last_hidden_state
+            assert scores[index] == pytest.approx(score(read.mean(1)).item(), abs=1e-3)

@@ -301,6 +301,48 @@ def test_nemotrons_embedder_of_pages_reads_tiles_among_words(tmp_path: Path) -> 
     torch.testing.assert_close(got, wanted, atol=1e-4, rtol=1e-4)
 
 
+def as_judge(folder: Path) -> torch.Tensor:
+    """The same below a head that judges, under the names of NVIDIA's reranker of pages."""
+    head = torch.randn(1, TEXT["hidden_size"], generator=torch.Generator().manual_seed(3))
+    held = load_file(folder / "model.safetensors")
+    tensors = {f"model.{name}": one for name, one in held.items()}
+    save_file(tensors | {"score.weight": head}, folder / "model.safetensors")
+    renamed(
+        folder,
+        architectures=["LlamaNemotronVLForSequenceClassification"],
+        model_type="llama_nemotron_vl_rerank",
+        **{"num_labels": 1, "id2label": {"0": "LABEL_0"}, "prompt_template": "v1"},
+    )
+    return head
+
+
+def test_nemotrons_reranker_of_pages_is_its_embedder_below_a_head(tmp_path: Path) -> None:
+    write_nemotron(tmp_path)
+    spec = msgspec.structs.replace(model_spec(tmp_path), head="none")
+    ids = [3, *[IMAGE] * 4, 7, 9]
+    rows, grids = torch.arange(16 * 48, dtype=torch.uint8).view(16, 48), [(1, 4, 4)]
+    answers = []
+    for judges in (False, True):
+        head = as_judge(tmp_path) if judges else None
+        facts = read_model_facts(LocatedModel(path=tmp_path, name="m", format="safetensors"))
+        assert facts.encodes and facts.pooling.how == "mean" and facts.media is not None
+        spec = model_spec(tmp_path)
+        spec = msgspec.structs.replace(spec, head=facts.pooling.head, num_labels=int(judges))
+        model, _ = load_model(spec, mesh=Mesh(), device=torch.device("cpu"), block_tokens=16)
+        with torch.inference_mode():
+            seen = model.media.encode("image", rows, grids)
+            encoded = EncodedTokens(rows_ME=seen, at_M=torch.arange(1, 5))
+            answers.append(model.forward(replace(batch_of([ids]), encoded=encoded)))
+            if head is not None:
+                got = model.classify(answers[-1].mean(0, keepdim=True))
+                torch.testing.assert_close(got, answers[-1].mean(0, keepdim=True) @ head.T)
+    torch.testing.assert_close(answers[0], answers[1])
+    assert facts.media.most == {"image": 1} and facts.pooling.pair is not None
+    renamed(tmp_path, prompt_template="v2")
+    with pytest.raises(CheckpointError, match="prompt_template"):
+        read_model_facts(LocatedModel(path=tmp_path, name="m", format="safetensors"))
+
+
 def test_what_nemotrons_embedder_does_not_have_is_refused_by_key(tmp_path: Path) -> None:
     write_nemotron(tmp_path)
     renamed(tmp_path, force_image_size=448)

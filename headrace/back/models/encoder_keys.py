@@ -18,7 +18,7 @@ def _llama_classes(config: ConfigReader) -> Keys:
     return {"num_labels": config.int("classification_out_size", ge=1), "id2label": None}
 
 
-def _bidirectional(config: ConfigReader) -> Keys:
+def bidirectional(config: ConfigReader) -> Keys:
     """NVIDIA's rerankers say by a word of their own what is pooled."""
     known = {"avg": "mean", "cls": "cls", "last": "last"}
     return {"classifier_pooling": known[config.choice("pooling", known, "avg")]}
@@ -89,7 +89,7 @@ def _neobert(config: ConfigReader) -> Keys:
 
 
 ENCODER_KEYS: Mapping[str, Callable[[ConfigReader], Keys]] = {
-    "LlamaBidirectionalForSequenceClassification": _bidirectional,
+    "LlamaBidirectionalForSequenceClassification": bidirectional,
     "LlamaForClassification": _llama_classes,
     **{f"NomicBert{head}": _nomic for head in HEADS},
     **{f"XLMRoberta{head}": _flash_roberta for head in HEADS},

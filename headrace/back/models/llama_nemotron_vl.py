@@ -1,6 +1,6 @@
-"""NVIDIA's Llama Nemotron embedder of pages: SigLIP's tower over tiles, windows of patches side by
-side, a norm and two layers before a Llama whose tokens see both sides (Moreira et al. 2026; names
-of the published checkpoint)."""
+"""NVIDIA's Llama Nemotron embedder and reranker of pages: SigLIP's tower over tiles, windows of
+patches side by side, a norm and two layers before a Llama whose tokens see both sides (Moreira et
+al. 2026; names of the published checkpoints)."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ from headrace.back.models.vision import parts_of, siglip_layer, siglip_tower
 from headrace.base.config.hf import ConfigReader
 from headrace.base.config.resolved import Decision
 
-UNREAD = (r"vision_model\.head\..*", r".*\.position_ids")
-RENAMED = ((r"^vision_model\.vision_model\.", "vision_model."),)
+UNREAD = (r"(model\.)?vision_model\.head\..*", r".*\.position_ids")
+RENAMED = ((r"^(model\.)?vision_model\.vision_model\.", r"\1vision_model."),)
 PROJECTOR_EPS = 1e-5
 
 
 def build(scope: Scope, config: ConfigReader) -> Encoder:
-    """LlamaNemotronVLModel."""
+    """LlamaNemotronVLModel, LlamaNemotronVLForSequenceClassification, whose head stands beside all
+    else."""
+    inside = scope if scope.head.kind == "none" else scope / "model"
     text, vision = parts_of(config)
     vision.choice("model_type", ("siglip_vision_model",))
     config.choice("pooling", ("avg",), "avg")
@@ -42,8 +44,8 @@ def build(scope: Scope, config: ConfigReader) -> Encoder:
         norm_merged=True,
         module="mlp1",
     )
-    tower = PlainTower(scope, scope / "vision_model", siglip_tower(vision, projector, layer))
-    encoder = eurobert_encoder(scope, scope / "language_model", text)
+    tower = PlainTower(inside, inside / "vision_model", siglip_tower(vision, projector, layer))
+    encoder = eurobert_encoder(scope, inside / "language_model", text)
     encoder.media = tower
     weights = encoder.weights
     encoder.weights = replace(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from headrace.back.models.encoder_keys import bidirectional
 from headrace.back.models.key_names import Keys, called
+from headrace.back.models.pooling_families import NEMOTRON_JUDGE
 from headrace.base.config.hf import ConfigReader
 
 PHI4MM = "Phi4MMForCausalLM"
@@ -78,10 +80,26 @@ def _hcx_vision(config: ConfigReader) -> Keys:
     return {"model_type": "hyperclovax_vlm", "text_config": text.raw}
 
 
+def _nemotron_judge(config: ConfigReader) -> Keys:
+    """What its head is and what it reads, its text part says as NVIDIA's reranker of texts does."""
+    config.choice("prompt_template", ("v1",), "v1")
+    text = config.required_section("llm_config")
+    stated = ("pooling", "num_labels", "id2label", "temperature", "problem_type")
+    return {
+        "llm_config": {
+            **text.raw,
+            **{key: config.raw[key] for key in stated if key in config},
+            **bidirectional(config),
+            "architectures": ["LlamaBidirectionalForSequenceClassification"],
+        }
+    }
+
+
 MEDIA_KEYS: Mapping[str, Callable[[ConfigReader], Keys]] = {
     PHI4MM: _phi4mm,
     "MolmoForCausalLM": _molmo,
     "CogVLMForCausalLM": _cogvlm,
+    NEMOTRON_JUDGE: _nemotron_judge,
     "HCXVisionForCausalLM": _hcx_vision,
 }
 """By the name of the architecture."""

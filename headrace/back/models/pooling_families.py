@@ -20,8 +20,8 @@ PAIRS: Mapping[str, tuple[str, str]] = {
 }
 """What stands before the query and before the document, of models that judge pairs."""
 VOYAGE = "VoyageQwen3BidirectionalEmbedModel"
-NEMOTRON_VL = "LlamaNemotronVLModel"
-SEEING_POOLERS = frozenset({NEMOTRON_VL})
+NEMOTRON_VL, NEMOTRON_JUDGE = "LlamaNemotronVLModel", "LlamaNemotronVLForSequenceClassification"
+SEEING_POOLERS = frozenset({NEMOTRON_VL, NEMOTRON_JUDGE})
 """Those of POOLERS that see."""
 POOLERS: Mapping[str, tuple[str, str, bool]] = {
     "ColBERTModel": ("bert", "none", False),
@@ -34,6 +34,7 @@ POOLERS: Mapping[str, tuple[str, str, bool]] = {
     JINA_V5: ("qwen3", "none", True),
     VOYAGE: ("eurobert", "none", False),
     NEMOTRON_VL: ("llama_nemotron_vl", "none", False),
+    NEMOTRON_JUDGE: ("llama_nemotron_vl", "sequence", False),
     "LlamaEmbeddingModel": ("llama", "none", True),
     "LlamaForClassification": ("llama", "sequence", False),
 }

@@ -119,6 +119,14 @@ def _nemotron_vl(files: CheckpointFiles) -> MediaSpec | None:
     return msgspec.structs.replace(spec, written={"image": "<IMG_CONTEXT>"})
 
 
+def _nemotron_judge(files: CheckpointFiles) -> MediaSpec | None:
+    """A document's one image stands before the pair's text."""
+    spec = _nemotron_vl(files)
+    if spec is None:
+        return None
+    return msgspec.structs.replace(spec, ahead=_begin(files, "bos_token"), most={"image": 1})
+
+
 def _fuyu(files: CheckpointFiles) -> MediaSpec | None:
     """Its config has no part for a tower, as there is none."""
     image, config = files.image, files.config
@@ -181,14 +189,10 @@ def _molmo(files: CheckpointFiles) -> MediaSpec | None:
     settings = ProcessorSettings(
         patch=patch, merge=2, side=side, tiles=(1, image.int("max_crops", 12, ge=1, le=36))
     )
-    keys = read_keys(files.folder, "tokenizer_config.json")
-    text = next((keys.raw[key] for key in ("bos_token", "eos_token") if keys.raw.get(key)), None)
-    text = text.get("content") if isinstance(text, dict) else text
-    begin = special_token(files.folder, text) if isinstance(text, str) else None
     return msgspec.structs.replace(
         image_only("molmo", settings, _with_token(files.config, token)),
         image_mark=special_token(files.folder, "<|image|>"),
-        ahead=() if begin is None else (begin,),
+        ahead=_begin(files, "bos_token", "eos_token"),
     )
 
 
@@ -254,6 +258,15 @@ def _step3(files: CheckpointFiles) -> MediaSpec | None:
     return image_only("step3", settings, _with_token(files.config, token))
 
 
+def _begin(files: CheckpointFiles, *keys: str) -> tuple[int, ...]:
+    """The token that begins prompts, by the first of these keys; none where there is none."""
+    stated = read_keys(files.folder, "tokenizer_config.json").raw
+    text = next((stated[key] for key in keys if stated.get(key)), None)
+    text = text.get("content") if isinstance(text, dict) else text
+    token = special_token(files.folder, text) if isinstance(text, str) else None
+    return () if token is None else (token,)
+
+
 def _with_token(config: ConfigReader, token: int) -> ConfigReader:
     return ConfigReader({**config.raw, "image_token_id": token}, config.where)
 
@@ -270,6 +283,7 @@ UNNAMED: Mapping[str, Callable[[CheckpointFiles], MediaSpec | None]] = {
     "phi4_multimodal": _phi4,
     "phi3_v": _phi3,
     "llama_nemotron_vl": _nemotron_vl,
+    "llama_nemotron_vl_rerank": _nemotron_judge,
     "ovis2_6": _ovis2_5,
     "ovis2_6_moe": _ovis2_5,
 }

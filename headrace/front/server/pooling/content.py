@@ -96,6 +96,29 @@ async def pool_input_of(context: RequestContext, sent: Parts) -> PoolInput:
     return PoolInput(ids=ids, media=media)
 
 
+async def pair_input_of(context: RequestContext, query: str, sent: Parts) -> PoolInput:
+    """A query and a document with an image, which stands before both texts, of models that judge
+    them in one step."""
+    services = context.services
+    form = services.text.pooling.pair
+    seen = services.text.media
+    if services.media is None or seen is None or seen.ahead is None or form is None:
+        only_texts([sent])
+        raise AssertionError("what takes no media was refused")
+    try:
+        prepared = await services.media.prepare(
+            [{"role": "user", "content": list(sent.parts)}], media_request(context)
+        )
+        text = parts_text(prepared.messages[0]["content"], f"{sent.field}.content")
+        ids = services.tokenizer.encode_plain(f" {form[0]}{query}{form[1]}{text}")
+        ids, media = services.media.expand(ids, prepared.media, field=sent.field)
+    except InvalidRequest as error:
+        message = error.message.replace("messages[0].content", f"{sent.field}.content")
+        raise type(error)(message, field=sent.field) from None
+    ids = shortened(ids, None, most=services.text.max_model_len, field=sent.field)
+    return PoolInput(ids=ids, media=media)
+
+
 def _check_alone(sent: Parts, num_media: int) -> None:
     """Whether it is one image and nothing else, as such models were trained on."""
     if len(sent.parts) != 1 or num_media != 1:

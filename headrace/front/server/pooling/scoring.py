@@ -33,6 +33,7 @@ from headrace.front.server.http.auth import completion_id
 from headrace.front.server.pooling.content import (
     document_of,
     only_texts,
+    pair_input_of,
     pool_input_of,
     sent_of,
     sent_side,
@@ -159,7 +160,10 @@ async def _crossed(
     spec, most = services.text.pooling, services.text.max_model_len
     inputs = []
     queries = only_texts(scoring_input.paired_queries)
-    for query, text in zip(queries, only_texts(scoring_input.documents), strict=True):
+    for query, text in zip(queries, scoring_input.documents, strict=True):
+        if isinstance(text, Parts):
+            inputs.append(await pair_input_of(context, query, text))
+            continue
         for side, field in zip((query, text), scoring_input.fields, strict=True):
             limit = most if scoring_input.truncate is None else None
             services.tokenizer.check_length(side, limit, field=field)
