@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from headrace.back.models.encoder_keys import bidirectional
+from headrace.back.models.first_llava_keys import TEXTS, first_llava
 from headrace.back.models.key_names import Keys, called
 from headrace.back.models.pooling_families import NEMOTRON_JUDGE
 from headrace.base.config.hf import ConfigReader
@@ -101,5 +102,6 @@ MEDIA_KEYS: Mapping[str, Callable[[ConfigReader], Keys]] = {
     "CogVLMForCausalLM": _cogvlm,
     NEMOTRON_JUDGE: _nemotron_judge,
     "HCXVisionForCausalLM": _hcx_vision,
+    **dict.fromkeys(TEXTS, first_llava),
 }
 """By the name of the architecture."""

@@ -17,6 +17,7 @@ TEXT_TYPES: Mapping[str, str] = {
     **{"qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3_moe"},
     "gpt_oss": "gpt_oss",
     "opt": "opt",
+    "stablelm": "stablelm",
     "lfm2": "lfm2",
     "lfm3": "lfm3",
     "lfm2_moe": "lfm2_moe",

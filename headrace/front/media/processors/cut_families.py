@@ -32,7 +32,7 @@ class CheckpointFiles:
     video: ConfigReader
 
 
-def _llava_next(files: CheckpointFiles) -> MediaSpec:
+def llava_next(files: CheckpointFiles) -> MediaSpec:
     image, config = files.image, files.config
     vision = vision_section(config)
     settings = ProcessorSettings(
@@ -47,7 +47,7 @@ def _llava_next(files: CheckpointFiles) -> MediaSpec:
 
 def _llava_next_video(files: CheckpointFiles) -> MediaSpec:
     """Of video the middle square of each frame."""
-    spec, config = _llava_next(files), files.config
+    spec, config = llava_next(files), files.config
     most = files.video.int("num_frames", 32, ge=1, le=100_000)
     settings = msgspec.structs.replace(spec.settings, fit="crop", max_frames=most)
     token = config.int("video_token_id", None, aliases=("video_token_index",), ge=0)
@@ -56,7 +56,7 @@ def _llava_next_video(files: CheckpointFiles) -> MediaSpec:
     )
 
 
-def _llava_onevision(files: CheckpointFiles) -> MediaSpec:
+def llava_onevision(files: CheckpointFiles) -> MediaSpec:
     image, config, video = files.image, files.config, files.video
     vision = vision_section(config)
     patch, side = vision.int("patch_size", 14, ge=1, le=1024), side_pixels(vision, 384)
@@ -317,9 +317,9 @@ def _video_llama(files: CheckpointFiles) -> MediaSpec:
 
 
 CUT_FAMILIES: Mapping[str, Callable[[CheckpointFiles], MediaSpec]] = {
-    "llava_next": _llava_next,
+    "llava_next": llava_next,
     "llava_next_video": _llava_next_video,
-    "llava_onevision": _llava_onevision,
+    "llava_onevision": llava_onevision,
     "llama4": _llama4,
     "kimi_k25": _kimi,
     "ovis2": _ovis2,

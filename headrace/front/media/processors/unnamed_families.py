@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import msgspec
 
 from headrace.base.config.hf import ConfigReader
 from headrace.base.config.media import MediaSpec, ProcessorSettings
-from headrace.front.media.processors.cut_families import CheckpointFiles, tile_sizes
+from headrace.front.media.processors.cut_families import (
+    CheckpointFiles,
+    llava_next,
+    llava_onevision,
+    tile_sizes,
+)
 from headrace.front.media.processors.files import read_keys, special_token, written_as
 from headrace.front.media.processors.reading import (
     image_only,
@@ -239,6 +245,45 @@ def _hcx_vision(files: CheckpointFiles) -> MediaSpec | None:
     return image_only("anyres_padded", settings, _with_token(config, token))
 
 
+def _first_llava(files: CheckpointFiles) -> MediaSpec | None:
+    """As the later layout's, with the processor of its tower. What stands for images is a word that
+    prompts have no other use for, as the tokenizers know none of their own."""
+    mark = _idle(files)
+    if mark is None:
+        return None
+    config, vision = _with_token(files.config, mark[1]), vision_section(files.config)
+    siglip = vision.str("model_type", "") == "siglip_vision_model"
+    mean = (0.5,) * 3 if siglip else (0.48145466, 0.4578275, 0.40821073)
+    image = ConfigReader({"image_mean": list(mean), **files.image.raw}, files.image.where)
+    if "image_grid_pinpoints" in config:
+        read = llava_onevision if "vision_aspect_ratio" in config else llava_next
+        spec = read(replace(files, config=config, image=image))
+    else:
+        pads = config.str("image_aspect_ratio", "square") == "pad"
+        settings = ProcessorSettings(
+            patch=vision.int("patch_size", 14, ge=1, le=1024),
+            merge=1,
+            side=side_pixels(vision, 336),
+            fit="pad" if pads else "stretch" if siglip else "crop",
+            pad_color=(int(mean[0] * 255), int(mean[1] * 255), int(mean[2] * 255)),
+            resample=image.int("resample", 3, ge=0, le=5),
+        )
+        spec = image_only("square", settings, config)
+    return msgspec.structs.replace(spec, written={"image": mark[0]})
+
+
+def _idle(files: CheckpointFiles) -> tuple[str, int] | None:
+    """The text and the id of the token for what is unknown, or of what fills prompts up."""
+    stated = read_keys(files.folder, "tokenizer_config.json").raw
+    for key in ("unk_token", "pad_token"):
+        text = stated.get(key)
+        text = text.get("content") if isinstance(text, dict) else text
+        token = special_token(files.folder, text) if isinstance(text, str) else None
+        if token is not None and text != stated.get("eos_token"):
+            return str(text), token
+    return None
+
+
 def _step3(files: CheckpointFiles) -> MediaSpec | None:
     """Sizes of squares and tiles are its code's; of its numbers config.json has hardly any."""
     vision = files.config.section("vision_config")
@@ -277,6 +322,7 @@ UNNAMED: Mapping[str, Callable[[CheckpointFiles], MediaSpec | None]] = {
     "deepseek_vl_v2": _deepseek_vl2,
     "cogvlm": _cogvlm,
     "hyperclovax_vlm": _hcx_vision,
+    "first_llava": _first_llava,
     "step3_vl": _step3,
     "molmo": _molmo,
     "ovis2_5": _ovis2_5,
