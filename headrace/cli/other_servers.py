@@ -2,8 +2,9 @@
 that is known here becomes ours, is left out because it asks for what is so anyway or for what the
 command has no option for, or is refused with a hint.
 
-Our own flags are never looked up: where a name is ours, it means what docs/CONFIG.md says. What was
-translated or left out is a Decision, printed at start with the others.
+Our own flags are never looked up: where a name is ours, it means what docs/CONFIG.md says; of
+--quantization vLLM's names of stored formats are left out. What was translated or left out is a
+Decision, printed at start with the others.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from headrace.base.config.tree import Options
 from headrace.base.errors import ConfigError
 from headrace.cli.llama_flags import LLAMA
 from headrace.cli.other_flag import ONE, OPTIONAL, SEVERAL, OtherFlag
-from headrace.cli.vllm_flags import GPU_SHARE, VLLM
+from headrace.cli.vllm_flags import GPU_SHARE, QUANTIZATIONS, VLLM
 from headrace.launch.topology import device_facts
 
 OTHERS: Mapping[str, tuple[str, OtherFlag]] = {
@@ -43,6 +44,10 @@ def translated(argv: Sequence[str], known: Mapping[str, bool]) -> tuple[list[str
         if flag in _LISTS and flag in known and has_model and not equals:
             words += [flag, ",".join(_taken(queue, SEVERAL))]
         elif flag in known:
+            if flag == "--quantization" and (value or "".join(queue[:1])) in QUANTIZATIONS:
+                name = value or queue.pop(0)
+                words += _quantization(name, decisions)
+                continue
             words.append(flag + equals + value)
             if known[flag] and not equals and queue:
                 words.append(queue.pop(0))
@@ -54,6 +59,9 @@ def translated(argv: Sequence[str], known: Mapping[str, bool]) -> tuple[list[str
             server, row = OTHERS[flag.partition(".")[0]]  # a field of a JSON value, or none
             values = [value] if equals else _taken(queue, row.arity)
             ours, why = _ours(flag, server, row, values), row.why
+            if ours[:1] == ["--quantization"] and ours[1] in QUANTIZATIONS:
+                words += _quantization(ours[1], decisions)
+                continue
             if ours and ours[0] not in known:
                 ours, why = [], "this command has no such option"
             words += ours
@@ -61,6 +69,14 @@ def translated(argv: Sequence[str], known: Mapping[str, bool]) -> tuple[list[str
             why = f"{server}'s flag: {why}"
             decisions.append(Decision(flag, " ".join(values), " ".join(ours) or "left out", why))
     return words, decisions
+
+
+def _quantization(name: str, decisions: list[Decision]) -> list[str]:
+    """Our words for a value of vLLM's --quantization; its Decision is added."""
+    ours, why = QUANTIZATIONS[name]
+    shown = " ".join(ours) or "left out"
+    decisions.append(Decision("--quantization", name, shown, f"vLLM's value: {why}"))
+    return list(ours)
 
 
 def without_gpu(options: Options, notes: list[Decision]) -> tuple[Options, list[Decision]]:

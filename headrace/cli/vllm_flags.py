@@ -42,6 +42,7 @@ _KV_DTYPES = {
     "auto": (),
     "fp8": ("--kv-dtype", "fp8"),
     "fp8_e4m3": ("--kv-dtype", "fp8"),
+    "fp8_inc": ("--kv-dtype", "fp8"),
     "fp8_per_token_head": ("--kv-dtype", "fp8"),
     "fp8_e5m2": ("--kv-dtype", "fp8_e5m2"),
     "int8_per_token_head": ("--kv-dtype", "int8"),
@@ -51,6 +52,17 @@ _KV_DTYPES = {
     "fp8_ds_mla": ("--kv-dtype", "fp8"),
     "nvfp4_ds_mla": ("--kv-dtype", "nvfp4"),
 }
+_STORED = (
+    *("aqlm", "auto-round", "auto_awq", "auto_gptq", "awq", "awq_marlin", "bitblas", "bitnet"),
+    *("compressed-tensors", "fbgemm_fp8", "gguf", "gptq", "gptq_bitblas", "gptq_marlin"),
+    *("gptq_marlin_24", "hqq", "marlin", "modelopt", "modelopt_fp4", "modelopt_mixed"),
+    *("modelopt_mxfp8", "moe_wna16", "quark", "vptq"),
+)
+QUANTIZATIONS: Mapping[str, tuple[tuple[str, ...], str]] = {
+    **dict.fromkeys(_STORED, ((), "how a checkpoint's weights are stored, its own config says")),
+    "experts_int8": (("--quantization-config", '{"moe":"int8"}'), "experts alone are made int8"),
+}
+"""Values of --quantization that are not ours -> our words, and why."""
 _KV_HINT = (
     f"allowed: {', '.join(_KV_DTYPES)}; turboquant types are not built: --kv-dtype int4-rotated "
     "and int3-rotated are much like them; float16 and bfloat16: --dtype"
@@ -187,7 +199,7 @@ _VLLM: Mapping[str, OtherFlag] = {
     **rows("-cc --optimization-level", left_out(_COMPILED, ONE)),
     **rows("-O0 -O1 -O2 -O3", left_out(_COMPILED)),
     **rows(
-        "--attention-backend --attention-config --moe-backend --kernel-config --ir-op-priority "
+        "--attention-backend --attention-config --moe-backend --linear-backend --kernel-config --ir-op-priority "
         "--performance-mode --mm-encoder-attn-backend --all2all-backend --mamba-backend "
         "--gdn-prefill-backend --mamba-block-size --mamba-cache-mode --num-lookahead-slots",
         left_out(KERNELS, ONE),

@@ -71,6 +71,9 @@ def line() -> CommandLine:
             "M --language-model-only --root-path /a --seed 3",
         ),
         ("M --no-such-flag 4", "M --no-such-flag 4"),
+        ("M --quantization awq_marlin -q gptq --quantization=gguf --seed 3", "M --seed 3"),
+        ("M --quantization fp8 --linear-backend auto", "M --quantization fp8"),
+        ("M -q experts_int8", 'M --quantization-config {"moe":"int8"}'),
         (
             "-m f.gguf --control-vector a --control-vector-layer-range 3 9",
             "--model f.gguf --control-vectors a --control-vector-layers 3-9",
