@@ -20,7 +20,7 @@ _OF_EXPERTS: Mapping[str, Entry] = {
         "models/test_tensor_parallel.py::test_ranks_with_whole_experts_give_the_logits_of_one"
     ),
     "pipeline parallelism": ShownPair("e2e/test_pipeline.py::test_stages_answer_as_one_worker"),
-    "decode context parallelism": UnshownPair("one is of mixtures, the other of caches"),
+    "decode context parallelism": _EXPERT_RANKS,
     "GPUs": UnshownPair("kernels check slots without an expert at start; it takes several GPUs"),
     MOVING: _EXPERT_RANKS,
     "drafts by prompt lookup": _EXPERT_RANKS,
@@ -38,7 +38,8 @@ _OF_CONTEXT: Mapping[str, Entry] = {
         f"{_MODELS}test_models_over_ranks_that_share_the_context_give_the_logits_of_one"
     ),
     "pipeline parallelism": RefusedPair("stages have not been made to share out their caches"),
-    "expert parallelism": UnshownPair("one is of mixtures, the other of caches"),
+    "expert parallelism": _EXPERT_RANKS,
+    MOVING: _EXPERT_RANKS,
     "GPUs": RefusedPair("its steps have run on CPUs alone"),
     "prefix cache, prompts in chunks, preemption": ShownPair(
         "e2e/test_shared_context.py::test_ranks_that_share_the_context_answer_as_one_worker"

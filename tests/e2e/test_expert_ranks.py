@@ -76,11 +76,20 @@ def alone() -> dict[int, Answer]:
         (None, MOVING),
         (None, {"all2all_backend": "ragged", **MOVING}),
         (None, {"pipeline_parallel": 2, **MOVING}),
+        (None, {"decode_context_parallel_size": 2, **MOVING}),
         (NGRAM, {}),
         (MODEL, {}),
         (MODEL, MOVING),
     ],
-    ids=["moving", "moving-ragged", "moving-stages", "drafts", "drafter", "drafter-moving"],
+    ids=[
+        "moving",
+        "moving-ragged",
+        "moving-stages",
+        "moving-context",
+        "drafts",
+        "drafter",
+        "drafter-moving",
+    ],
 )
 def test_ranks_with_whole_experts_answer_as_one_worker(
     alone: dict[int, Answer],
