@@ -19,6 +19,8 @@ from headrace.launch.supervisor import Supervisor
 from headrace.launch.topology import Report
 
 log = logging.getLogger(__name__)
+ENDING_S = 10.0
+"""A core that was told to end and has not by then is killed."""
 
 
 class ElasticCores:
@@ -32,12 +34,13 @@ class ElasticCores:
         *,
         fixed: int,
         most: int,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._make, self._path_of = make, path_of
+        self._make, self._path_of, self._clock = make, path_of, clock
         self._fixed, self._most, self._count = fixed, most, fixed
         self._supervisor: Supervisor | None = None
         self._cores: dict[int, ManagedProcess] = {}
-        self._ending: set[int] = set()
+        self._ending: dict[int, float] = {}
 
     def begin(self, supervisor: Supervisor) -> None:
         """See LoopPart."""
@@ -54,11 +57,18 @@ class ElasticCores:
             self._end_core(index)
 
     def turn(self) -> None:
-        """See LoopPart."""
+        """See LoopPart: those that do not end by themselves are killed."""
+        now = self._clock()
+        for index in [one for one, due in self._ending.items() if now >= due]:
+            child = self._cores[index].child
+            if child is not None:
+                log.error("%s does not end; it is killed", self._cores[index].name)
+                child.process.kill()
+            self._ending[index] = math.inf
 
     def due(self) -> float:
         """See LoopPart."""
-        return math.inf
+        return min(self._ending.values(), default=math.inf)
 
     def close(self) -> None:
         """See LoopPart."""
@@ -72,15 +82,15 @@ class ElasticCores:
         again, one that could not start is given up."""
         index = next(number for number, one in self._cores.items() if one is managed)
         was_ending, is_wanted = index in self._ending, index < self._count
-        self._ending.discard(index)
+        self._ending.pop(index, None)
         if was_ending:
             log.info("%s has ended (exit status %d)", managed.name, status)
             delay_s: float | None = 0.0
         else:
             log.error("%s died (exit status %d)", managed.name, status)
-            delay_s = managed.restart_delay_s(time.monotonic()) if managed.ready else None
+            delay_s = managed.restart_delay_s(self._clock()) if managed.ready else None
         if is_wanted and delay_s is not None:
-            managed.restart_at = time.monotonic() + delay_s
+            managed.restart_at = self._clock() + delay_s
             return
         del self._cores[index]
         if is_wanted:
@@ -100,5 +110,5 @@ class ElasticCores:
         if managed.child is None:
             del self._cores[index]
             return
-        self._ending.add(index)
+        self._ending[index] = self._clock() + ENDING_S
         managed.child.status.shutdown(socket.SHUT_WR)

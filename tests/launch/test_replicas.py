@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 from headrace.launch.api_process import failure_at
 from headrace.launch.children import ManagedProcess, ProcessOwner
-from headrace.launch.replicas import ElasticCores
+from headrace.launch.replicas import ENDING_S, ElasticCores
 from headrace.launch.topology import Report
 
 
@@ -20,6 +21,11 @@ class Child:
 
     def __init__(self) -> None:
         self.status, self.theirs = socket.socketpair()
+        self.process = self
+        self.was_killed = False
+
+    def kill(self) -> None:
+        self.was_killed = True
 
     @property
     def was_told(self) -> bool:
@@ -36,8 +42,13 @@ class Parent:
     def __init__(self, folder: Path) -> None:
         self.added: list[ManagedProcess] = []
         self.children: list[Child] = []
+        self.now = 100.0
         self.cores = ElasticCores(
-            self.make, lambda index: str(folder / f"core-{index}.sock"), fixed=1, most=3
+            self.make,
+            lambda index: str(folder / f"core-{index}.sock"),
+            fixed=1,
+            most=3,
+            clock=lambda: self.now,
         )
         supervisor: Any = self
         self.cores.begin(supervisor)
@@ -109,3 +120,17 @@ def test_one_that_served_is_begun_again_and_one_that_cannot_start_says_why(
     parent.ask(1)
     parent.ask(2)
     assert parent.added[-1].name == "engine core 1", "one that was to begin again was forgotten"
+
+
+def test_one_that_does_not_end_is_killed(parent: Parent) -> None:
+    parent.ask(2)
+    assert parent.cores.due() == math.inf
+    parent.ask(1)
+    (child,) = parent.children
+    assert parent.cores.due() == 100.0 + ENDING_S
+    parent.cores.turn()
+    assert child.was_told and not child.was_killed
+    parent.now += ENDING_S
+    parent.cores.turn()
+    assert child.was_killed and parent.cores.due() == math.inf
+    assert not parent.dies(parent.added[0], -9)
