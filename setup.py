@@ -1,4 +1,5 @@
-"""Puts into the package what is not Python: native CPU kernels and the demo models. All else stands in pyproject.toml.
+"""Puts into the package what is not Python: native CPU kernels and the demo models, unpacked. All else stands in
+pyproject.toml.
 
 Without a C++ compiler the package installs without kernels: the CPU then uses PyTorch's ops, and the
 decisions printed at start say so. torch is not needed here and must not become a build requirement
@@ -21,10 +22,10 @@ NATIVE = Path("headrace/back/kernels/native")
 DEMO_MODELS = {"demo_model": ROOT / "demo" / "model", "demo_models": ROOT / "demo" / "models"}
 
 
-def native_builder():
-    """headrace.back.kernels.native.build, loaded without its parent packages: those need torch."""
+def load_alone(path):
+    """A module of headrace, loaded without its parent packages: those need torch."""
     sys.path.insert(0, str(ROOT))
-    spec = importlib.util.spec_from_file_location("native_build", ROOT / NATIVE / "build.py")
+    spec = importlib.util.spec_from_file_location(f"headrace_{path.stem}", ROOT / path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
@@ -36,14 +37,18 @@ class BuildWithData(build_py):
 
     def run(self):
         super().run()
+        unpack_weights = load_alone(Path("headrace/launch/packed_weights.py")).unpack_weights
         if self.editable_mode:
+            unpack_weights(DEMO_MODELS["demo_model"])
             return  # a checkout holds the models, and `make` builds the kernels in place
         package = Path(self.build_lib).resolve() / "headrace"
         for name, folder in DEMO_MODELS.items():
             shutil.copytree(folder, package / name, dirs_exist_ok=True)
+        for packed in unpack_weights(package / "demo_model"):
+            packed.unlink()
         for older in (package.parent / NATIVE).glob("*.so"):
             older.unlink()
-        builder = native_builder()
+        builder = load_alone(NATIVE / "build.py")
         try:
             shutil.copy2(self._library(builder), package.parent / NATIVE)
         except builder.StartError as error:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from headrace.launch.packed_weights import unpack_weights
 from tests.covering import mark_rest_slow, one_of_skipped
 from tests.cpu_report import CpuReport
 from tests.frozen import Frozen
@@ -45,6 +46,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(CpuReport(config))
     config.pluginmanager.register(Frozen())
     if not hasattr(config, "workerinput"):
+        unpack_weights(config.rootpath / "demo" / "model")
         config.pluginmanager.register(FailureNames(config))
     if part := config.getoption("part"):
         config.pluginmanager.register(Part(part))

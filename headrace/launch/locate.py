@@ -37,6 +37,7 @@ from headrace.launch.hub import (
     plan_download,
     split_name,
 )
+from headrace.launch.packed_weights import unpack_weights
 from headrace.launch.pooling_modules import check_modules
 
 BUNDLED: Final = {
@@ -90,11 +91,21 @@ def bundled_model(demo: str = "text") -> Path:
     _, installed, in_checkout = BUNDLED[demo]
     for place in (package / installed, package.parent / in_checkout):
         if (place / "config.json").is_file():
-            return place
+            return _unpacked(place)
     raise ConfigError(
         f"the bundled demo model {demo!r} is not installed; name a model with --model",
         field="model",
     )
+
+
+def _unpacked(folder: Path) -> Path:
+    try:
+        unpack_weights(folder)
+    except OSError as error:
+        raise StartError(
+            f"the bundled model's weights cannot be unpacked into {folder}: {error}"
+        ) from error
+    return folder
 
 
 def _at(path: Path, name: str, options: ModelOptions) -> LocatedModel:

@@ -29,6 +29,7 @@ from headrace.back.quant.scheme import SCHEMES, Scheme
 from headrace.base.config.hf import ConfigReader
 from headrace.base.config.quantization_formats import stored_quantization
 from headrace.base.config.resolved import ModelSpec
+from headrace.base.config.weight_files import WEIGHT_SUFFIXES
 from headrace.base.errors import CheckpointError, ConfigError
 from headrace.launch.calibrate import Texts, hessians
 from headrace.launch.fold import Folds, source_of
@@ -354,7 +355,7 @@ def copy_rest(folder: Path, out: Path, **changes: object) -> None:
     """Everything but weights: tokenizer, template, generation defaults; and config.json, with these
     keys changed."""
     for path in sorted(folder.iterdir()):
-        weights = path.suffix in (".safetensors", ".bin", ".pth", ".pt", ".gguf")
+        weights = path.suffix in WEIGHT_SUFFIXES
         if path.is_file() and not weights and path.name not in ("config.json", INDEX):
             shutil.copyfile(path, out / path.name)
     document = json.loads((folder / "config.json").read_text()) | changes

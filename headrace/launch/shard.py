@@ -18,10 +18,10 @@ from headrace.back.models.registry import build_model
 from headrace.back.parallel.mesh import Axis, Mesh
 from headrace.base.config.quantization_formats import stored_quantization
 from headrace.base.config.resolved import ModelSpec
+from headrace.base.config.weight_files import WEIGHT_SUFFIXES
 from headrace.base.errors import ConfigError
 
 BLOCK_TOKENS = 16
-WEIGHTS = (".safetensors", ".bin", ".pth", ".pt", ".gguf")
 
 
 def shard_checkpoint(
@@ -42,7 +42,7 @@ def shard_checkpoint(
         total += written
     for path in sorted(Path(spec.path).iterdir()):
         index = path.name.endswith(".index.json")
-        if path.is_file() and path.suffix not in WEIGHTS and not index:
+        if path.is_file() and path.suffix not in WEIGHT_SUFFIXES and not index:
             shutil.copyfile(path, out / path.name)
     return total
 

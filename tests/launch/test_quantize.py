@@ -99,11 +99,13 @@ def test_shards_have_an_index_and_other_files_are_copied(
 ) -> None:
     source = plain(tmp_path / "plain")
     (source / "tokenizer.json").write_text("{}")
+    (source / "model.safetensors.xz").write_bytes(b"the weights, packed")
     monkeypatch.setattr(writing, "SHARD_BYTES", 100_000)
     quantize_checkpoint(model_spec(source), tmp_path / "out", "int8")
     index = json.loads((tmp_path / "out" / writing.INDEX).read_text())
     assert len(set(index["weight_map"].values())) > 2
     assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
+    assert not (tmp_path / "out" / "model.safetensors.xz").exists()
     load(tmp_path / "out")
 
 

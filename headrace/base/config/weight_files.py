@@ -20,6 +20,8 @@ from headrace.base.errors import CheckpointError
 INDEX_NAME: Final = "model.safetensors.index.json"
 SINGLE_NAME: Final = "model.safetensors"
 MAX_INDEX_BYTES: Final = 64 << 20
+WEIGHT_SUFFIXES: Final = (".safetensors", ".bin", ".pth", ".pt", ".gguf", ".xz")
+"""Of files that hold weights; `.xz`: packed ones."""
 PICKLE_SUFFIXES: Final = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
