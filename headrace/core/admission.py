@@ -330,9 +330,9 @@ def check_queue(spec: SchedulerSpec, load: Load, num_tokens: int) -> None:
 
 
 def check_deadline(load: Load, request: EngineRequest, *, ahead: float) -> None:
-    """Refuses a request that, with so many before it, is not expected to be done in its time. One
-    that can start at once is never refused: how long its answer becomes is only a guess."""
-    if request.deadline_s is None or not load.is_full:
+    """Refuses a request that, with so many before it, is not expected to be done in its time. For
+    those that cannot start at once: how long an answer becomes is only a guess."""
+    if request.deadline_s is None:
         return
     wait_s = load.wait_s(ahead)
     expected_s = wait_s + _service_s(load, request)

@@ -240,7 +240,8 @@ class EngineCore:
         tokens = self.requests.prompt_tokens_of(wire.tenant)
         check_share(self.spec, load, tokens, request.num_prompt)
         self._check_queue(request, load)
-        check_deadline(load, wire, ahead=self.scheduler.ahead(request))
+        if load.is_full:
+            check_deadline(load, wire, ahead=self.scheduler.ahead(request))
         self.hooks.admit(wire)
         self._arrivals += 1
         self.requests.add(request)
@@ -304,8 +305,7 @@ class EngineCore:
         return max(0.0, min(due) - self.clock()) if due else None
 
     def step(self, *, wait: bool, before_update: Callable[[], None] = lambda: None) -> CoreOutput:
-        """Plans and submits a step if one may be in flight, and takes in the oldest one that is
-        done.
+        """Plans and submits a step if one may be in flight, and takes in the oldest that is done.
 
         With `wait` it blocks until that is done. `before_update` is called once the result is
         there: what it aborts gets none of the result's tokens. Raises EngineError if the workers

@@ -272,7 +272,7 @@ class OutputBuffer:
         self._new: list[Request] = []
 
     def __bool__(self) -> bool:
-        return self._has_tokens or bool(self._replies or self._new)
+        return bool(self._has_tokens or self._replies or self._new)
 
     @property
     def has_ended(self) -> bool:
@@ -282,8 +282,8 @@ class OutputBuffer:
     @property
     def _has_tokens(self) -> bool:
         batch = self._batch
-        scores = batch.prompt_logprobs or batch.pooled or batch.captured or batch.cached
-        return len(batch.ids) > 0 or bool(scores or batch.queued or batch.finished)
+        lists = (batch.prompt_logprobs, batch.pooled, batch.captured, batch.cached)
+        return len(batch.ids) > 0 or any((*lists, batch.queued, batch.finished))
 
     def add_tokens(self, ids: Int64, tokens: Int32, logprobs: list[TokenLogprobs | None]) -> None:
         """Tokens, behind those that are there; `logprobs` is empty or parallel to them."""

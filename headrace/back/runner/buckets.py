@@ -50,7 +50,7 @@ from headrace.back.runner.steps import (
     TakeMasks,
     head_shortcuts,
 )
-from headrace.back.runner.verification import DraftVerification, sees_all_of
+from headrace.back.runner.verification import DraftVerification
 from headrace.back.sampling.in_step import (
     MOST_WORDS,
     HeadOutput,
@@ -118,7 +118,7 @@ class BucketSteps:
             )
         self.max_drafts = 0 if drafter is None else drafter.max_drafts
         taps = self._taps = None if drafter is None else drafter.taps
-        self._sees_all = sees_all_of(self._speculation)
+        self._sees_last = None if self._speculation is None else self._speculation.sees_last
         self._exact = ExactSteps(resources, self.rows, taps=taps)
         apart = replay.on_host or drafter is not None
         self._media = MediaSteps(resources.state, max_tokens, block_tokens, apart)
@@ -228,7 +228,9 @@ class BucketSteps:
             bucket = replace(bucket, commits=needs.in_step)
         if needs.head in self._heads and (bucket.decode or shape.verifies or needs.reads_rows):
             bucket = replace(bucket, sampler_input=needs)
-        if not (bucket.decode or shape.verifies) and (shape.every or self._sees_all(plan, shape)):
+        if not (bucket.decode or shape.verifies) and (
+            shape.every or (self._sees_last is not None and self._sees_last(plan, shape))
+        ):
             bucket = replace(bucket, every=True)
         if shape.slots is not None and (slots := self._resources.slots) is not None:
             slots.send(shape.slots, shape.query_start, tokens=bucket.tokens, rows=bucket.rows)

@@ -13,7 +13,6 @@ On a CPU the way from one step to the next has no operation of torch and no redu
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import cast
@@ -48,13 +47,6 @@ def without_drafts(plan: StepPlan) -> StepPlan:
     if not plan.drafts.size:
         return plan
     return replace(plan, num_tokens=plan.num_tokens - plan.drafts, drafts=NO_DRAFTS)
-
-
-def sees_all_of(speculation: DraftVerification | None) -> Callable[[StepPlan, StepShape], bool]:
-    """Whether a drafter wants the last hidden states of all tokens of a step."""
-    if speculation is None or not speculation.sees_last:
-        return lambda plan, shape: False
-    return speculation.is_followed
 
 
 @dataclass(frozen=True)
@@ -94,7 +86,7 @@ class DraftVerification:
         self.count_M = torch.zeros_like(tables.length_M)
         self._proposed_at_M = torch.full_like(tables.length_M, -1)
         self.follows = drafter.follows
-        self.sees_last = drafter.last_hidden
+        self.sees_last = self.is_followed if drafter.last_hidden else None
         self._rows = rows
         self._replay, self._on_host, self._max_rows = replay, replay.on_host, max_rows
         self._followed = np.zeros(tables.length_M.numel(), np.int64)

@@ -31,6 +31,7 @@ from headrace.front.client.events import (
     Started,
 )
 from headrace.front.client.inputs import InputChecker
+from headrace.front.client.known_media import with_media
 from headrace.front.client.limits import Limits, RequestBounds
 from headrace.front.client.outputs import ChoiceState
 from headrace.front.client.ranked import best_of
@@ -176,14 +177,11 @@ class AsyncLLM:
     @property
     def bounds(self) -> RequestBounds:
         """What bounds a request, by the model and by every core that is connected."""
-        hellos = [c.connection.hello for c in self._cores if c.connection.hello is not None]
+        text, hellos = self.text, self._hellos
         lengths = [min(hello.max_model_len, hello.capacity_tokens) for hello in hellos]
-        width = min([self.text.logits_width, *(hello.logits_width for hello in hellos)])
-        context = min([self.text.max_model_len, *lengths])
-        text = self.text
         return RequestBounds(
-            logits_width=width,
-            context_tokens=context,
+            logits_width=min([text.logits_width, *(hello.logits_width for hello in hellos)]),
+            context_tokens=min([text.max_model_len, *lengths]),
             eos_ids=text.eos_ids,
             encoder_tokens=text.encoder_tokens,
             decoder_start=text.decoder_start,
@@ -249,7 +247,7 @@ class AsyncLLM:
             events = await stream.next_events()
             self._launch(stream, generation, bounds, range(at_once, generation.params.n))
             started = Started(num_prompt, stream.num_cached)
-            yield started.with_media(generation.media) if generation.media else started
+            yield with_media(started, generation.media) if generation.media else started
             while events:
                 for event in events:
                     yield event
@@ -336,12 +334,13 @@ class AsyncLLM:
 
 def _check_deadline(core: CoreHandle, generation: Generation, bounds: RequestBounds) -> None:
     """Refuses what would miss its deadline by the load that the core published last."""
-    params, num_prompt = generation.params, len(generation.prompt_ids)
-    if generation.deadline_s is None:
-        return
-    most = bounds.context_tokens if params.max_tokens is None else params.max_tokens
     load = core.admission.load
+    if generation.deadline_s is None or not load.dues:
+        return
+    params = generation.params
+    most = bounds.context_tokens if params.max_tokens is None else params.max_tokens
     output = load.output_of(min_tokens=params.min_tokens, max_tokens=most)
+    num_prompt = len(generation.prompt_ids)
     service_s = load.service_s(num_prompt=num_prompt, output_tokens=output)
     core.admission.check_deadline(generation.deadline_s, service_s=service_s)
 

@@ -97,13 +97,6 @@ class Started(msgspec.Struct, frozen=True):
     num_media: int = 0
     num_audio: int = 0
 
-    def with_media(self, media: Sequence[MediaInput]) -> Started:
-        """The same of a prompt with these in it."""
-        counts = [(one.num_tokens, one.kind == "audio") for one in media]
-        num_audio = sum(tokens for tokens, is_audio in counts if is_audio)
-        num_media = sum(tokens for tokens, _ in counts)
-        return msgspec.structs.replace(self, num_media=num_media, num_audio=num_audio)
-
 
 class PromptScored(msgspec.Struct, frozen=True):
     """Scores of all prompt tokens, once, before the first delta of choice 0; entry 0 is None."""

@@ -4,12 +4,22 @@ the core says that it does not have it any more (MediaGone)."""
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 
 import msgspec
 
-from headrace.front.client.events import Generation
+from headrace.base.wire.media import MediaInput
+from headrace.front.client.events import Generation, Started
 
 MOST_KNOWN = 4096
+
+
+def with_media(started: Started, media: Sequence[MediaInput]) -> Started:
+    """The same of a prompt with these in it."""
+    counts = [(one.num_tokens, one.kind == "audio") for one in media]
+    num_audio = sum(tokens for tokens, is_audio in counts if is_audio)
+    num_media = sum(tokens for tokens, _ in counts)
+    return msgspec.structs.replace(started, num_media=num_media, num_audio=num_audio)
 
 
 class KnownMedia:

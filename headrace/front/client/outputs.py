@@ -220,8 +220,11 @@ class ChoiceState:
 
     def _end(self, reason: str, stop: str | int | None, finished: Finished | None) -> None:
         self.done = True
-        ending: dict[str, Any] = {"num_output": self._num_output, "num_cached": self.num_cached}
-        ending["weights_version"] = self.weights_version
+        ending: dict[str, Any] = {
+            "num_output": self._num_output,
+            "num_cached": self.num_cached,
+            "weights_version": self.weights_version,
+        }
         if finished is not None:
             ending |= {name: getattr(finished, name) for name in _COPIED}
         if self._scores is not None:

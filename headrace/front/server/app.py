@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+from dataclasses import dataclass
 from typing import Protocol
 
 from starlette.requests import ClientDisconnect
@@ -95,7 +96,7 @@ class Shell:
         context = scope[SCOPE_KEY] = RequestContext(services=self.services, request_id=request_id())
         # With an app in the scope starlette raises 404 and 405 instead of answering them.
         scope["app"] = self
-        wire = _Wire(scope, receive, send, context)
+        wire = _Wire(scope, context, receive, send)
         metrics = self.services.metrics
         metrics.add("headrace_http_requests_in_flight")
         context.sent_id = client_label(wire.headers.get(b"x-request-id"))
@@ -179,27 +180,22 @@ def _header_timeout_s(value: bytes | None) -> float | None:
     return seconds
 
 
+@dataclass(eq=False)
 class _Wire:
     """receive and send of one context: marks the answer with its ids and knows whether the body was
     read."""
 
-    status = 500
-    _started = False
+    scope: Scope
+    context: RequestContext
+    _receive: Receive
+    _send: Send
+    status: int = 500
+    _started: bool = False
 
-    def __init__(
-        self,
-        scope: Scope,
-        receive: Receive,
-        send: Send,
-        context: RequestContext,
-    ) -> None:
-        self.scope = scope
-        self.context = context
-        self._receive = receive
-        self._send = send
-        self.headers = headers = dict(scope["headers"])
-        length = headers.get(b"content-length", b"0")
-        self._body_pending = length != b"0" or b"transfer-encoding" in headers
+    def __post_init__(self) -> None:
+        self.headers: dict[bytes, bytes] = dict(self.scope["headers"])
+        length = self.headers.get(b"content-length", b"0")
+        self._body_pending = length != b"0" or b"transfer-encoding" in self.headers
 
     async def receive(self) -> Message:
         """The next message; notes the end of the body."""

@@ -65,34 +65,30 @@ def posts(
             await context.choose_model(document, runs=queued)
         return await handler(context, document)
 
-    async def endpoint(request: Request) -> Response:
-        if queued:
-            context = context_of(request)
-            context.services.engine.check_queue(context.deadline_s(None))
-        return await _handled(request, chosen, await _document(request))
-
-    doc = handler.__doc__ or ""
-    return ApiRoute(path, endpoint, methods=("POST",), doc=doc, bodies=bodies, sockets=sockets)
+    chosen.__doc__ = handler.__doc__
+    return posts_named(path, chosen, *bodies, sockets=sockets, queued=queued)
 
 
 def posts_named(
     path: str,
     handler: Writer,
-    body: type[msgspec.Struct],
-    *,
+    *bodies: type[msgspec.Struct],
+    sockets: bool = False,
     queued: bool = False,
     method: str = "POST",
 ) -> ApiRoute:
-    """As `_posts`, of a handler that chooses its model itself."""
+    """As `posts`, of a handler that chooses its model itself."""
 
     async def endpoint(request: Request) -> Response:
+        context = context_of(request)
         if queued:
-            context = context_of(request)
             context.services.engine.check_queue(context.deadline_s(None))
-        return await _handled(request, handler, await _document(request))
+        document = await _document(request, context)
+        work = handler(context, document)
+        return await until_gone(request.receive, work, abandon=context.services.abandon)
 
     doc = handler.__doc__ or ""
-    return ApiRoute(path, endpoint, methods=(method,), doc=doc, bodies=(body,))
+    return ApiRoute(path, endpoint, methods=(method,), doc=doc, bodies=bodies, sockets=sockets)
 
 
 def administers(route: named.NamedRoute) -> ApiRoute:
@@ -103,7 +99,7 @@ def administers(route: named.NamedRoute) -> ApiRoute:
         context = context_of(request)
         headers = request.headers
         is_empty = headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers
-        body: object = {} if is_empty else await _document(request)
+        body: object = {} if is_empty else await _document(request, context)
         fields = admin.fields_of(request, body, route.reads, route.fixed)
         work = admin.answer(context, operation, fields)
         document = await until_gone(request.receive, work, abandon=context.services.abandon)
@@ -122,22 +118,12 @@ def administers(route: named.NamedRoute) -> ApiRoute:
     )
 
 
-async def _document(request: Request) -> object:
+async def _document(request: Request, context: RequestContext) -> object:
     """The JSON body, read under the server's limits."""
-    context = context_of(request)
-    spec = context.services.server
+    services = context.services
     length = request.headers.get("content-length", "0")
     context.body_bytes = int(length) if length.isdecimal() else 0
-    return await read_json(request, spec, context.make_room, context.services.body_checks)
-
-
-async def _handled(request: Request, handler: Writer, document: object) -> Response:
-    """Until it is done or the client leaves."""
-    context = context_of(request)
-    response: Response = await until_gone(
-        request.receive, handler(context, document), abandon=context.services.abandon
-    )
-    return response
+    return await read_json(request, services.server, context.make_room, services.body_checks)
 
 
 def posts_to(path: str, handler: Changer, *bodies: type[msgspec.Struct]) -> ApiRoute:
@@ -145,11 +131,7 @@ def posts_to(path: str, handler: Changer, *bodies: type[msgspec.Struct]) -> ApiR
 
     async def endpoint(request: Request) -> Response:
         context = context_of(request)
-        services = context.services
-        document = await read_json(
-            request, services.server, context.make_room, services.body_checks
-        )
-        return await handler(context, request, document)
+        return await handler(context, request, await _document(request, context))
 
     return ApiRoute(path, endpoint, methods=("POST",), doc=handler.__doc__ or "", bodies=bodies)
 

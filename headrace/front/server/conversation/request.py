@@ -165,6 +165,9 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
     stream_interval_ms: Annotated[float, Meta(ge=0, le=60_000)] | None = None
 
 
+NO_STREAM_OPTIONS = StreamOptions()
+
+
 class Common(ChainFields, frozen=True, kw_only=True):
     """What both routes share; None means "not given" (the model's default, then ours)."""
 

@@ -35,9 +35,9 @@ from headrace.front.server.conversation.context import (
     stream_interval_of,
 )
 from headrace.front.server.conversation.request import (
+    NO_STREAM_OPTIONS,
     ChatRequest,
     Common,
-    StreamOptions,
     chat_params,
     parse,
 )
@@ -89,7 +89,7 @@ class RunOptions:
 
 def run_options(request: Common, adapter: str = "") -> RunOptions:
     """What the request says of it. `adapter`: the one that it names as its model."""
-    options = request.stream_options or StreamOptions()
+    options = request.stream_options or NO_STREAM_OPTIONS
     return RunOptions(
         priority=request.priority or 0,
         cache_salt=request.cache_salt or "",
@@ -151,7 +151,7 @@ class AnswerFields:
 def answer_fields(request: Common, settings: ServerSettings, *, scores: bool) -> AnswerFields:
     """What the request and the server's settings say of it; `scores`: whether it wants
     log-probabilities, which each route asks for in its own way."""
-    options = request.stream_options or StreamOptions()
+    options = request.stream_options or NO_STREAM_OPTIONS
     with_usage = options.include_usage or settings.force_include_usage
     as_ids = request.return_tokens_as_token_ids
     return AnswerFields(
