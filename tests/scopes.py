@@ -1,7 +1,8 @@
 """Which tests stay together where a few workers share them: those of a file, and of some folders all.
 
 The files of these folders ask a server, or several, that lives as long as its worker: spread over three workers each
-was started three times, 2 to 3 processor seconds apiece. Where there are many workers the time counts, not the work.
+was started three times, 2 to 3 processor seconds apiece. Those of tests/architecture share the syntax trees of the
+package, 4 processor seconds. Where there are many workers the time counts, not the work.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import pytest
 from xdist.scheduler import LoadFileScheduling
 
-TOGETHER = ("tests/api", "tests/batches", "tests/dialects", "tests/tokens")
+TOGETHER = ("tests/api", "tests/architecture", "tests/batches", "tests/dialects", "tests/tokens")
 FEW = 4
 """Workers at most."""
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import gc
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
@@ -16,11 +18,19 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 @cache
 def sources() -> list[tuple[Path, str, ast.Module]]:
     """Path, dotted name without "headrace." and syntax tree of every module."""
+    paths = sorted(PACKAGE.rglob("*.py"))
+    return list(zip(paths, map(_module_name, paths), parsed(paths), strict=True))
+
+
+def parsed(paths: Iterable[Path]) -> list[ast.Module]:
+    """Syntax trees, walked through once. They are millions of objects that stay: to collect among them takes longer
+    than to make them."""
     with collection_paused():
-        return [
-            (path, _module_name(path), ast.parse(path.read_text()))
-            for path in sorted(PACKAGE.rglob("*.py"))
-        ]
+        trees = [ast.parse(path.read_text()) for path in paths]
+        for tree in trees:
+            nodes(tree)
+    gc.freeze()
+    return trees
 
 
 def _module_name(path: Path) -> str:

@@ -10,8 +10,7 @@ import ast
 import re
 from functools import cache
 
-from headrace.base.gc_pause import collection_paused
-from tests.architecture.sources import PACKAGE, ROOT, nodes, sources
+from tests.architecture.sources import PACKAGE, ROOT, nodes, parsed, sources
 
 LAYERS = {
     "base.errors": -1, "base.env": 0, "base.registry": 0, "base.extensions": 0, "base.optional": 0,
@@ -185,15 +184,12 @@ SPLATTED = re.compile(r"(?:[\w\])}]\(|,|#[^\n]*\n)\s*\*\s*[(\[]")
 
 def test_no_call_takes_a_splatted_literal() -> None:
     """`f(*(a, b), c=d)` is `f(a, b, c=d)`."""
+    folders = ("benchmarks", "demo", "tests")
+    paths = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+    paths = [path for path in paths if SPLATTED.search(path.read_text()) is not None]
     trees = [(path, tree) for path, _, tree in sources()]
-    for folder in ("benchmarks", "demo", "tests"):
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            text = path.read_text()
-            if SPLATTED.search(text) is not None:
-                with collection_paused():
-                    trees.append((path, ast.parse(text)))
     wrong = []
-    for path, tree in trees:
+    for path, tree in (*trees, *zip(paths, parsed(paths), strict=True)):
         for node in nodes(tree):
             arguments = node.args if isinstance(node, ast.Call) else []
             wrong += [

@@ -5,8 +5,7 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-from headrace.base.gc_pause import collection_paused
-from tests.architecture.sources import ROOT, nodes
+from tests.architecture.sources import ROOT, nodes, parsed
 
 OWN = ("headrace", "benchmarks", "demo", "tests")
 
@@ -19,16 +18,12 @@ def _file_of(module: str) -> Path | None:
     return path if path.is_dir() else None
 
 
-def _parsed(file: Path) -> ast.Module:
-    with collection_paused():
-        return ast.parse(file.read_text())
-
-
 def _names(file: Path, known: dict[Path, set[str]]) -> set[str]:
     """What a module binds anywhere at its top, in branches too."""
     if file not in known:
         names: set[str] = set()
-        for node in nodes(_parsed(file)):
+        (tree,) = parsed([file])
+        for node in nodes(tree):
             match node:
                 case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
                     names.add(node.name)
@@ -43,8 +38,9 @@ def _names(file: Path, known: dict[Path, set[str]]) -> set[str]:
 def test_what_scripts_import_exists() -> None:
     known: dict[Path, set[str]] = {}
     wrong = []
-    for file in sorted([*(ROOT / "benchmarks").rglob("*.py"), *(ROOT / "demo").rglob("*.py")]):
-        for node in nodes(_parsed(file)):
+    files = sorted([*(ROOT / "benchmarks").rglob("*.py"), *(ROOT / "demo").rglob("*.py")])
+    for file, tree in zip(files, parsed(files), strict=True):
+        for node in nodes(tree):
             if not isinstance(node, ast.ImportFrom) or node.level:
                 continue
             module = node.module or ""
