@@ -63,3 +63,10 @@ class EngineHints(msgspec.Struct, frozen=True, kw_only=True):
         if self.routing_key:
             payloads[ROUTING_KEY] = msgspec.Raw(msgspec.msgpack.encode(self.routing_key))
         return payloads
+
+
+def without_transfer(hints: KVTransferParams | EngineHints | None) -> EngineHints | None:
+    """What of a request's hints holds for each of its answers."""
+    if not isinstance(hints, EngineHints):
+        return None
+    return msgspec.structs.replace(hints, transfer=None)

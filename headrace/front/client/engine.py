@@ -22,6 +22,7 @@ from headrace.base import splitmix
 from headrace.base.config.resolved import TextSpec
 from headrace.base.errors import HeadraceError, NotFound, Unavailable
 from headrace.base.wire.request import Hello, SamplingParams
+from headrace.base.wire.retention import without_transfer
 from headrace.front.client.admission_retry import left_of
 from headrace.front.client.beam import beam_search
 from headrace.front.client.events import (
@@ -298,14 +299,13 @@ class AsyncLLM:
         indices: range,
     ) -> None:
         for index in indices:
-            params = choice_params(generation.params, index)
+            one = choice_of(generation, index)
             request_id = secrets.randbits(63)
-            one = generation if index == 0 else _replace(generation, params=params, hints=None)
             request = self._checker.request(one, bounds, request_id)
             answer = ChoiceState(
                 index=index,
                 tokenizer=self.tokenizer,
-                params=params,
+                params=one.params,
                 stop=request.stop,
                 pieces=generation.pieces,
             )
@@ -361,3 +361,11 @@ def choice_params(params: SamplingParams, index: int) -> SamplingParams:
         return params
     seed = choice_seed(params.seed, index)
     return _replace(params, seed=seed, prompt_logprobs=None, capture_layers=())
+
+
+def choice_of(generation: Generation, index: int) -> Generation:
+    """What answer `index` asks for; the prompt's KV passes between servers with answer 0 alone."""
+    if index == 0:
+        return generation
+    params = choice_params(generation.params, index)
+    return _replace(generation, params=params, hints=without_transfer(generation.hints))

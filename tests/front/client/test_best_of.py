@@ -1,8 +1,11 @@
+import msgspec
 import numpy as np
 import pytest
 
 from headrace.base.wire.request import SamplingParams
-from headrace.front.client.engine import choice_params, choice_seed
+from headrace.base.wire.retention import EngineHints, KVRetention
+from headrace.base.wire.transfer import KVTransferParams
+from headrace.front.client.engine import choice_of, choice_params, choice_seed
 from headrace.front.client.events import Generation
 from headrace.front.client.llm import run_one
 from tests.front.client.scripted_core import WIDTH
@@ -32,6 +35,16 @@ def test_only_the_first_answer_scores_the_prompt():
     params = SamplingParams(prompt_logprobs=3, seed=1)
     assert choice_params(params, 0) is params
     assert choice_params(params, 1).prompt_logprobs is None
+
+
+def test_each_answer_keeps_its_routing_key_and_only_the_first_passes_kv_on():
+    transfer = KVTransferParams(do_remote_decode=True, transfer_id="t")
+    retention = (KVRetention(priority=80),)
+    hints = EngineHints(transfer=transfer, retention=retention, routing_key="k")
+    whole = msgspec.structs.replace(generation(n=3), hints=hints)
+    assert choice_of(whole, 0) is whole
+    assert choice_of(whole, 2).hints == EngineHints(retention=retention, routing_key="k")
+    assert choice_of(msgspec.structs.replace(whole, hints=transfer), 1).hints is None
 
 
 async def test_a_seed_reproduces_all_n_answers(connect):
