@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from functools import lru_cache
 
 from headrace.base.errors import ConfigError
 
@@ -16,7 +17,8 @@ _ADDRESS = re.compile(
 )
 
 
-def tool_servers(entries: Sequence[str]) -> Mapping[str, str]:
+@lru_cache(maxsize=4)  # each response asks
+def tool_servers(entries: tuple[str, ...]) -> Mapping[str, str]:
     """Label -> URL; ConfigError for what is none. Without a label it is HOST:PORT."""
     servers: dict[str, str] = {}
     for entry in entries:

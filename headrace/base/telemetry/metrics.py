@@ -113,7 +113,7 @@ ROUTES = (
 COLLECTIONS = (
     *("/v1/models", "/v1/requests", "/v1/responses", "/v1/files", "/v1/batches"),
     *("/v1/conversations", "/v1/admin/requests", "/v1/messages/batches", "/api/blobs"),
-    "/v1/chat/completions",
+    *("/v1/chat/completions", "/slots"),
 )
 REASONS = ("stop", "length", "repetition", "abort", "error")
 REJECTIONS = ("queue_full", "key_limit", "draining", "unavailable", "connections")

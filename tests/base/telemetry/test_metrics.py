@@ -2,7 +2,14 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.base.telemetry.metrics import TABLE, MetricKind, Metrics, metrics_page
+from headrace.base.telemetry.metrics import (
+    ROUTES,
+    TABLE,
+    MetricKind,
+    Metrics,
+    metrics_page,
+    template_of,
+)
 
 
 def names_of(text: bytes) -> set[str]:
@@ -20,6 +27,15 @@ def test_a_value_outside_the_closed_set_counts_as_other() -> None:
     line = 'headrace_http_requests_total{method="other",route="other",status="other"}'
     assert f"{line} 100000.0" in text.decode()
     assert sum(name.startswith("headrace_http_requests_total") for name in names_of(text)) == 1
+
+
+def test_a_path_with_an_id_counts_as_its_route() -> None:
+    """Every route of one id, and those that stand behind it."""
+    with_id = [route for route in ROUTES if "{id}" in route]
+    assert "/slots/{id}" in with_id and "/v1/requests/{id}" in with_id
+    for route in with_id:
+        assert template_of(route.format(id="x7", item="y8")) == route
+    assert template_of("/nowhere/x7") == "other"
 
 
 def test_the_number_of_series_is_bounded_by_the_table() -> None:

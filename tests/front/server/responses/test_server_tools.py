@@ -84,12 +84,12 @@ async def test_what_a_request_may_not_choose_is_refused(more: Any, field: str) -
     ],
 )
 def test_servers_are_named_by_label_and_address(entry: str, server: tuple[str, str]) -> None:
-    assert tuple(*tool_servers([entry]).items()) == server
+    assert tuple(*tool_servers((entry,)).items()) == server
     with pytest.raises(ConfigError, match="two servers"):
-        tool_servers([entry, entry])
+        tool_servers((entry, entry))
     for wrong in ("demo", "ftp://h:1", "a b=h:1", "user@h:1", ""):
         with pytest.raises(ConfigError):
-            tool_servers([wrong])
+            tool_servers((wrong,))
 
 
 def said(*parts: Any) -> list[Any]:
