@@ -232,7 +232,8 @@ class Batch:
     None: all of it.
     rope_table_TR: cosines and sines of each query token, where its position has several axes; then
     positions_T are places in this table. None: those of a model's own table.
-    encoded: what an encoder gives in place of tokens' embeddings.
+    encoded: what an encoder gives in place of tokens' embeddings. encoded_behind: gives the same for
+    the token behind each of a step's (exact steps only), for drafters that read it; None: nothing.
     media_T: bool [T], tokens of a prompt up to its last input, of models that ask (the same steps).
     taps: sees hidden states of all tokens. None: nobody does.
     trail: of steps that verify drafts, where recurrent layers leave the state behind each token.
@@ -253,6 +254,7 @@ class Batch:
     last_token_batch: Batch | None = None
     rope_table_TR: torch.Tensor | None = None
     encoded: EncodedTokens | EncodedInPlace | None = None
+    encoded_behind: Callable[[], EncodedTokens | None] | None = None
     media_T: torch.Tensor | None = None
     taps: HiddenTaps | None = None
     trail: StateTrail | None = None

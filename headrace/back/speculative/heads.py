@@ -8,8 +8,10 @@ state there and the embedding of the token behind it, and says what comes next. 
     mtp     the same with a norm over each half, and a layer as the model's own (DeepSeek-AI 2024,
             "DeepSeek-V3", section 2.2)
 
-All share the model's table of tokens. Behind the first draft a head reads what it gave itself in
-place of the model's hidden state. T tokens, E hidden size, X what is seen of the model.
+All share the model's table of tokens; where an image or another medium stands they read what its
+encoder gave for the token behind, as the model does. Behind the first draft a head reads what it
+gave itself in place of the model's hidden state. T tokens, E hidden size, X what is seen of the
+model.
 """
 
 from __future__ import annotations
@@ -124,6 +126,9 @@ class DraftHead:
         """What the layer gives, before the last norm; of a batch that goes on with the last tokens
         that of these."""
         embedded_TE = self._target.embed(token_T)
+        behind = None if batch.encoded_behind is None else batch.encoded_behind()
+        if behind is not None:
+            embedded_TE = behind.put(embedded_TE)
         if self._join is None:
             stream: Stream = embedded_TE, hidden_TE
         else:

@@ -209,7 +209,7 @@ class NetworkDrafter:
         return hidden
 
     def _own(self, batch: Batch, token_T: torch.Tensor, positions_T: torch.Tensor) -> Batch:
-        """The step as the network sees it: its own caches, tokens and nothing but text."""
+        """The step as the network sees it: its own caches and tokens."""
         first, place = self._place.model_caches, self._place
         caches = {"kv": place.kv[first:], "group_of_layer": place.group_of_cache[first:]}
         after = batch.last_token_batch
@@ -220,6 +220,7 @@ class NetworkDrafter:
             logits_at_N=batch.logits_at_N,
             row_R=batch.row_R,
             query_start=batch.query_start,
+            encoded_behind=batch.encoded_behind,
             last_token_batch=None if after is None else replace(after, taps=None, **caches),
             **caches,
         )

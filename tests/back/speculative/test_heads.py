@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -21,8 +23,11 @@ from headrace.base.config.tree import (
     SchedulerOptions,
     SpeculationOptions,
 )
+from headrace.base.wire.media import PROMPT as PROMPT_KIND
+from headrace.base.wire.media import MediaInput
 from headrace.base.wire.request import EngineRequest, RowSampling, StopRules
 from headrace.core.core import EngineCore
+from headrace.core.encoder_cache import encoder_cache_hooks
 from headrace.launch.facts import resolve_options
 from tests.back.speculative.checkpoints import DIM, HEADS, KV_HEADS, save_head
 
@@ -175,13 +180,17 @@ def speculating(drafter: str, **how: Any) -> EngineSpec:
     return resolve_options(tree).engine
 
 
-def run_greedily(spec: EngineSpec) -> None:
+def run_greedily(
+    spec: EngineSpec, prompt: list[int] = PROMPT, media: tuple[MediaInput, ...] = ()
+) -> None:
     """A prompt in three chunks, and seven tokens."""
     executor = InlineExecutor(spec)
-    core = EngineCore(spec, executor)
-    prompt = np.asarray(PROMPT, "<i4").tobytes()
+    facts = executor.facts
+    hooks = encoder_cache_hooks(facts.media_tokens, spec.scheduler.max_step_tokens)
+    core = EngineCore(spec, executor, hooks=hooks)
+    ids = np.asarray(prompt, "<i4").tobytes()
     stop, sampling = StopRules(max_tokens=7, min_tokens=7), RowSampling(temperature=0.0)
-    core.add(EngineRequest(id=0, prompt=prompt, stop=stop, sampling=sampling))
+    core.add(EngineRequest(id=0, prompt=ids, stop=stop, sampling=sampling, media=media))
     while core.has_work:
         core.step(wait=True)
     executor.close()
@@ -204,3 +213,30 @@ def test_a_head_drafts_what_its_formula_says(
         expected, kept_E = drafts_of(kind, tensors, model, text, len(drafts))
         assert drafts == expected, len(text)
         torch.testing.assert_close(state_E, kept_E, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "eagle", "mtp"])
+def test_a_head_reads_what_an_encoder_gave_as_the_model_does(
+    kind: str, model: Any, tmp_path: Path, proposed: Proposed
+) -> None:
+    """SPC-04: tokens of the prompt that come as vectors, over the ends of two chunks and from the
+    first token on, are drafted behind as the tokens themselves are."""
+    save_head(tmp_path, kind)
+    spec = speculating(str(tmp_path))
+    run_greedily(spec)
+    plain = list(proposed)
+    proposed.clear()
+    spans = ((0, 3), (9, 20), (30, 32))
+    ids, media = list(PROMPT), []
+    for begin, end in spans:
+        rows = model.get_input_embeddings().weight[PROMPT[begin:end]].detach().numpy().tobytes()
+        ids[begin:end] = [0] * (end - begin)
+        key = hashlib.sha256(rows).digest()
+        shape = {"num_tokens": end - begin, "grid": (1, 1, end - begin)}
+        media.append(MediaInput(kind=PROMPT_KIND, key=key, offset=begin, rows=rows, **shape))
+    own = msgspec.structs.replace(spec.model, prompt_embeds=True)
+    run_greedily(msgspec.structs.replace(spec, model=own), ids, tuple(media))
+    assert len(plain) == len(proposed) and any(drafts for _, drafts, _ in plain)
+    for (text, drafts, state_E), (seen, as_vectors, their_E) in zip(plain, proposed, strict=True):
+        assert drafts == as_vectors and text[len(PROMPT) :] == seen[len(PROMPT) :]
+        torch.testing.assert_close(their_E, state_E, atol=1e-5, rtol=1e-5)

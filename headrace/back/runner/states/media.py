@@ -168,6 +168,7 @@ class Media:
             return batch
         encoded = self._encoded(shape, reached)
         batch = self._with_mutual(batch, shape)
+        batch = replace(batch, encoded_behind=lambda: self._encoded(shape, reached, ahead=1))
         if self._encoder.rope is None:
             return replace(batch, encoded=encoded)
         table_TR = self._encoder.rope.table(self._positions(shape))
@@ -200,17 +201,17 @@ class Media:
         return np.flatnonzero(first_R < self.host_until[shape.rows]).tolist()
 
     def _wanted(
-        self, shape: StepShape, reached: list[int]
+        self, shape: StepShape, reached: list[int], ahead: int = 0
     ) -> tuple[list[tuple[MediaSpan, int, int, int]], list[tuple[int, int]], bytes]:
         """The parts of inputs that the step's placeholders stand for: first and last token, and
         where the first one is in the step; the marks it reaches, each with its place; and the key
-        of an input with marks."""
+        of an input with marks. `ahead`: of the tokens so many places behind the step's."""
         wanted: list[tuple[MediaSpan, int, int, int]] = []
         marked: list[tuple[int, int]] = []
         key = b""
         for index in reached:
             begin, stop = shape.query_start[index : index + 2].tolist()
-            first = int(shape.position_T[begin])
+            first = int(shape.position_T[begin]) + ahead
             row = self._rows[int(shape.rows[index])]
             for place, mark in row.marks:
                 if first <= place < first + stop - begin:
@@ -223,9 +224,11 @@ class Media:
                     wanted.append((span, low - span.offset, high - span.offset, place))
         return wanted, marked, key
 
-    def _encoded(self, shape: StepShape, reached: list[int]) -> EncodedTokens | None:
-        """The rows of the arena that the step's placeholders stand for."""
-        wanted, marked, key = self._wanted(shape, reached)
+    def _encoded(
+        self, shape: StepShape, reached: list[int], ahead: int = 0
+    ) -> EncodedTokens | None:
+        """The rows of the arena that the step's placeholders stand for; `ahead`: see _wanted."""
+        wanted, marked, key = self._wanted(shape, reached, ahead)
         if not wanted and not marked:
             return None
         self.cache.encode([span.key for span, *_ in wanted])
