@@ -32,6 +32,8 @@ ADMISSION_HOOKS = "headrace.admission_hooks"
 STATS = "headrace.stats"
 SCHEDULERS = "headrace.schedulers"
 DRAFTERS = "headrace.drafters"
+PLATFORMS = "headrace.platforms"
+IO_PROCESSORS = "headrace.io_processors"
 GROUPS: Mapping[str, str] = {
     MODELS: "an architecture of config.json -> build(scope, config), as in back/models",
     LOGITS_PROCESSORS: "a function (token_ids, logits) -> logits over one row",
@@ -41,6 +43,8 @@ GROUPS: Mapping[str, str] = {
     STATS: "make(spec) -> StatsSink (core/ports.py): figures of steps and requests",
     SCHEDULERS: "a Scheduler (core/scheduler/scheduler.py), for --scheduler-cls",
     DRAFTERS: "make(spec, device) -> Drafter (back/speculative/drafter.py), a method of its name",
+    PLATFORMS: "a Platform (back/platforms/foreign.py), for --device",
+    IO_PROCESSORS: "make(text) -> IOProcessor (front/client/io_processor.py), for data of /pooling",
 }
 """Group of entry points -> what each of its names stands for."""
 
@@ -134,6 +138,17 @@ def load(group: str, name: str) -> object:
             field="extensions",
         )
     return target
+
+
+def check_named(group: str, name: str | None, option: str) -> None:
+    """ConfigError for an extension that an option names and that may not be used; None: none is
+    named."""
+    known = _allowed[group]
+    if name is not None and name not in known:
+        raise ConfigError(
+            f"--{option} {name}: --extensions allows {', '.join(sorted(known)) or 'none'}",
+            field=option.replace("-", "_"),
+        )
 
 
 def check_processors(names: object) -> None:

@@ -225,13 +225,14 @@ _VLLM: Mapping[str, OtherFlag] = {
     "--mm-encoder-only": refused("encoders are not served apart", 0),
     "--hf-token": refused("HF_TOKEN in the environment", OPTIONAL),
     **rows(
-        "--logits-processors --io-processor-plugin --worker-cls --worker-extension-cls "
+        "--logits-processors --worker-cls --worker-extension-cls "
         "--tool-parser-plugin --reasoning-parser-plugin",
         refused(_NO_CODE, SEVERAL),
     ),
     "--kv-cache-metrics": OtherFlag(
         words=lambda values: ["--watched-blocks", "100"], arity=0, why="one block in a hundred"
     ),
+    "--io-processor-plugin": as_ours("--io-processor", why="the name of an extension"),
     "--scheduler-cls": as_ours("--scheduler-cls", why="the name of an extension"),
     "--logits-processor-pattern": left_out("requests name no code", ONE),
     **rows(

@@ -13,6 +13,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from headrace.back.models.families import FALLBACK
+from headrace.base import extensions
 from headrace.base.config.api_keys import is_key, key_digest, read_keys
 from headrace.base.config.resolved import (
     DeviceSpec,
@@ -157,7 +158,11 @@ def text_spec(options: Options, model: ModelFacts, choose: Chooser) -> TextSpec:
         why = "expansion tokens that nothing attends to are not supported here"
         choose.note("query expansion", "on", "off", why)
     max_model_len = _max_model_len(options, model, choose)
+    extensions.check_named(
+        extensions.IO_PROCESSORS, options.model.io_processor, option="io-processor"
+    )
     return TextSpec(
+        io_processor=options.model.io_processor,
         extensions=options.model.extensions,
         tokenizer_path=options.model.tokenizer or model.tokenizer_path,
         chat_template=model.chat_template,

@@ -40,12 +40,9 @@ def resolve_device(
     """The device's part of the tree; ConfigError for what the machine does not have."""
     requested = options.device
     kind = choose.pick("--device", requested.device, machine.kind, f"{machine.count} found")
-    if kind == "cuda" and machine.kind != "cuda":
-        raise ConfigError("--device cuda: no CUDA device was found on this machine")
     world = requested.tensor_parallel * requested.pipeline_parallel
     ranks = world * most_replicas(requested)
-    if kind == "cuda" and ranks > machine.count:
-        raise ConfigError(f"{_copies(requested)} needs {ranks} devices; {machine.count} found")
+    _check_devices(requested, kind, machine, world)
     _check_shares(requested, world)
     executor = choose.pick(
         "--executor",
@@ -110,6 +107,20 @@ def _copies(requested: DeviceOptions) -> str:
     if requested.max_replicas is None:
         return f"{_split(requested)} x --replicas {requested.replicas}"
     return f"{_split(requested)} x --max-replicas {requested.max_replicas}"
+
+
+def _check_devices(requested: DeviceOptions, kind: str, machine: MachineFacts, world: int) -> None:
+    """ConfigError for devices that there are not."""
+    if kind == "cuda" and machine.kind != "cuda":
+        raise ConfigError("--device cuda: no CUDA device was found on this machine")
+    if kind not in ("cpu", "cuda") and world > 1:
+        raise ConfigError(
+            f"--device {kind}: {_split(requested)} is not supported there; use --replicas",
+            field="device",
+        )
+    ranks = world * most_replicas(requested)
+    if kind != "cpu" and ranks > machine.count:
+        raise ConfigError(f"{_copies(requested)} needs {ranks} devices; {machine.count} found")
 
 
 def _split(requested: DeviceOptions) -> str:
@@ -191,7 +202,7 @@ def _gpu_bytes(
     requested: str, kind: str, executor: str, machine: MachineFacts, choose: Chooser
 ) -> int | None:
     """What a worker may take of its GPU; None where there is none."""
-    if kind != "cuda" or executor == "null":
+    if kind == "cpu" or executor == "null":
         if requested != "auto":
             raise ConfigError(f"--gpu-memory {requested}: there is no GPU in use ({kind})")
         return None

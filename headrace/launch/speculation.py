@@ -50,7 +50,7 @@ def speculation_spec(
     requested = options.scheduler.speculative_config
     if requested is None:
         return None
-    reason = _unverifiable(options, model)
+    reason = _unverifiable(options, model, engine)
     if reason is not None:
         raise refused(reason)
     method = draft.method if draft is not None else method_of(requested.method)
@@ -80,8 +80,10 @@ def speculation_spec(
     )
 
 
-def _unverifiable(options: Options, model: ModelFacts) -> str | None:
+def _unverifiable(options: Options, model: ModelFacts, engine: EngineSpec) -> str | None:
     """Why steps of the model cannot verify drafts."""
+    if engine.device.device not in ("cpu", "cuda"):
+        return f"steps on {engine.device.device} verify nothing"
     if model.head != "lm":
         return f"{model.architecture} generates no text"
     if model.family == FALLBACK:

@@ -22,6 +22,7 @@ import msgspec
 
 from headrace.back.platforms.detect import FAKES, detect
 from headrace.back.platforms.facts import visible_devices, visible_environment
+from headrace.back.platforms.foreign import devices_of, is_foreign
 from headrace.back.platforms.placement import place
 from headrace.base import env
 from headrace.base.config.device_options import DeviceOptions
@@ -250,6 +251,8 @@ def _write_private(path: Path, data: bytes) -> None:
 
 def device_facts(wanted: str) -> MachineFacts:
     """Facts about the devices of the kind the user wants ("auto": CUDA where there is one)."""
+    if is_foreign(wanted):
+        return _foreign_facts(wanted)
     devices = detect()
     gpus = [one for one in devices if one.torch_kind == "cuda"] if wanted != "cpu" else []
     cpu = next(one for one in devices if one.kind == "cpu")
@@ -266,6 +269,19 @@ def device_facts(wanted: str) -> MachineFacts:
         other_cpus=placed.others,
         nodes=placed.nodes,
         placed=placed.why,
+    )
+
+
+def _foreign_facts(kind: str) -> MachineFacts:
+    """Of the devices that a package brings."""
+    devices, cpu = devices_of(kind), next(one for one in detect() if one.kind == "cpu")
+    return MachineFacts(
+        kind=kind,
+        count=len(devices),
+        total_bytes=devices[0].memory_bytes,
+        free_bytes=devices[0].free_bytes,
+        cores=cpu.cores,
+        usable_cpus=tuple(sorted(os.sched_getaffinity(0))),
     )
 
 

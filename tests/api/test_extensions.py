@@ -55,6 +55,27 @@ def nothing(token_ids, logits):
 def build(scope, config):
     return build_llama(scope, config)
 '''
+IO = """
+HEADRACE_API = 1
+import numpy
+
+class Lines:
+    def __init__(self, text):
+        self.names = text.model_names
+
+    def prompts(self, data):
+        if not isinstance(data, dict):
+            raise ValueError("an object with lines is wanted")
+        return data["lines"]
+
+    def answer(self, data, vectors):
+        return {
+            "names": self.names,
+            "norms": [float(numpy.linalg.norm(one)) for one in vectors],
+            "near": float(vectors[0] @ vectors[-1]),
+            "what": set() if data.get("odd") else data["lines"],
+        }
+"""
 PARSERS = """
 HEADRACE_API = 1
 from headrace.front.text.parsing.families_reasoning import ReasoningFamily
@@ -76,6 +97,9 @@ TinyPlugForCausalLM = tinyplug:build
 
 [headrace.reasoning_parsers]
 muse = tinyplug.parsers:muse
+
+[headrace.io_processors]
+lines = tinyplug.io:Lines
 """
 
 
@@ -92,7 +116,7 @@ def write_package(site: Path, name: str, entries: str, files: dict[str, str]) ->
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     site = tmp_path_factory.mktemp("site")
-    files = {"tinyplug/__init__.py": PACKAGE, "tinyplug/parsers.py": PARSERS}
+    files = {"tinyplug/__init__.py": PACKAGE, "tinyplug/parsers.py": PARSERS, "tinyplug/io.py": IO}
     write_package(site, "tinyplug", ENTRIES, files)
     old = "[headrace.logits_processors]\nancient = ancient:run\nabsent = absent_module:run\n"
     write_package(site, "relics", old, {"ancient.py": "HEADRACE_API = 0\nrun = print\n"})
@@ -126,7 +150,13 @@ def options_of(model: Path, *names: str) -> tuple[str, ...]:
 
 @pytest.fixture(scope="module")
 def server(model: Path, site: Path) -> Iterator[Served]:
-    options = (*options_of(model, "tinyplug"), "--reasoning-parser", "muse")
+    options = (
+        *options_of(model, "tinyplug"),
+        "--reasoning-parser",
+        "muse",
+        "--io-processor",
+        "lines",
+    )
     with serving(None, *options, PYTHONPATH=path_with(site)) as served:
         yield served
         assert served.at_rest()
@@ -217,3 +247,26 @@ def test_the_installed_ones_are_listed_without_an_import(site: Path) -> None:
     listed = json.loads(subprocess.check_output(command, env=environment, text=True))
     assert listed["extensions"]["headrace.logits_processors absent"].startswith("relics 1.2")
     assert "headrace.models TinyPlugForCausalLM" in listed["extensions"]
+
+
+def test_data_of_a_form_of_its_own_is_pooled_and_answered(server: Served) -> None:
+    """ENG-20: an IO processor of a package, on /pooling."""
+    lines = ["the quick brown fox", [5, 9, 4], "the quick brown fox"]
+    answer = server.post("/pooling", {"model": "m", "task": "plugin", "data": {"lines": lines}})
+    assert answer.status_code == 200, answer.text
+    data = answer.json()["data"]
+    assert data["names"] == ["m"] and data["what"] == lines
+    assert data["norms"][0] == pytest.approx(data["norms"][2], rel=1e-5)
+    plain = server.post("/pooling", {"model": "m", "input": "the quick brown fox"})
+    vector = plain.json()["data"][0]["data"]
+    assert data["near"] == pytest.approx(sum(one * one for one in vector), rel=1e-4)
+    for sent, why in (
+        ("text", "ValueError: an object with lines is wanted"),
+        ({}, "KeyError: 'lines'"),
+        ({"lines": []}, "no list of 1 to"),
+        ({"lines": [[10**6]]}, "data"),
+        ({"lines": [7]}, "data"),
+        ({"lines": ["a"], "odd": True}, "gives no JSON"),
+    ):
+        refused = server.post("/pooling", {"model": "m", "data": sent})
+        assert refused.status_code == 400 and why in refused.text, refused.text

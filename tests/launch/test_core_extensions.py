@@ -6,6 +6,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -13,6 +14,8 @@ import torch
 
 from headrace.back.executor.choose import make_executor
 from headrace.back.executor.null import NullExecutor
+from headrace.back.kernels.op import MORE_KERNELS
+from headrace.back.kernels.rms_norm.op import OP as RMS_NORM
 from headrace.back.speculative import text_drafter
 from headrace.base import extensions
 from headrace.base.config.resolved import SpeculationSpec
@@ -120,7 +123,42 @@ class Again(TextDrafter):
 def fails(spec, device):
     raise OSError("no such thing")
 """
+PLATFORM = """
+HEADRACE_API = 1
+from headrace.back.kernels.rms_norm.op import OP
+from headrace.back.kernels.op import Kernel
+from headrace.back.platforms.facts import DeviceFacts
+
+CALLS = []
+
+def bind(problem, *weights):
+    plain = OP.reference.bind(problem, *weights)
+    def counted(*arguments):
+        CALLS.append(problem.device)
+        return plain(*arguments)
+    return counted
+
+KERNEL = Kernel(name="toy", supports=lambda problem: None, bind=bind)
+
+class Toy:
+    kernels = {"rms_norm": ("tinydevice:KERNEL",)}
+    def facts(self):
+        one = {"kind": "toy", "name": "Toy 1", "arch": "t1", "memory_bytes": 1 << 34}
+        return [DeviceFacts(**one, free_bytes=1 << 33)]
+    def torch_device(self, index):
+        return "cpu"
+
+class Gone(Toy):
+    def facts(self):
+        return []
+
+toy, gone = Toy(), Gone()
+"""
 ENTRIES = """
+[headrace.platforms]
+toy = tinydevice:toy
+gone = tinydevice:gone
+
 [headrace.admission_hooks]
 unlucky = tinycore:unlucky
 broken = tinycore:broken
@@ -143,6 +181,7 @@ figures = tinycore:figures
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     (tmp_path / "tinycore.py").write_text(CORE)
     (tmp_path / "tinydraft.py").write_text(DRAFTER)
+    (tmp_path / "tinydevice.py").write_text(PLATFORM)
     info = tmp_path / "tinycore-1.2.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tinycore\nVersion: 1.2\n")
@@ -234,3 +273,46 @@ def test_a_package_s_drafts_leave_the_tokens_as_they_are(package: None) -> None:
         drafts = core.scheduler.speculation.stats.num_draft_tokens
         core.close()
     assert answers[0] == answers[1] and len(answers[0]) == 24 and drafts > 0
+
+
+def toy_options(device: str, **more: Any) -> Options:
+    options = DeviceOptions(device=device, **more)
+    model = ModelOptions(max_model_len=128, extensions=("toy", "gone"), dtype="float32")
+    return Options(device=options, model=model)
+
+
+def test_a_package_s_platform_runs_the_model_with_its_kernels(package: None) -> None:
+    """ENG-20, PLT-15, PLT-17: a device class that only a package knows gives the CPU's tokens."""
+    tokens: dict[str, list[int]] = {}
+    for device in ("cpu", "toy"):
+        RMS_NORM._choices.clear()  # both are "cpu" to PyTorch, and so to ops
+        spec = resolve_options(toy_options(device)).engine
+        assert spec.device.device == device
+        core = EngineCore(spec, make_executor(spec))
+        core.add(make_request(1, [40, 7, 300, 12], max_tokens=6))
+        tokens[device] = []
+        while core.has_work:
+            batch = core.step(wait=True).tokens
+            tokens[device] += [] if batch is None else batch.tokens.tolist()
+        core.close()
+    assert tokens["toy"] == tokens["cpu"] and len(tokens["toy"]) == 6
+    assert sys.modules["tinydevice"].CALLS
+    assert spec.device.memory_bytes == int(0.92 * (1 << 33))
+    MORE_KERNELS.clear()
+    RMS_NORM._choices.clear()
+
+
+@pytest.mark.parametrize(
+    ("device", "more", "message"),
+    [
+        ("tpu", {}, "--device 'tpu' is not known .known: auto, cpu, cuda, toy, gone;"),
+        ("gone", {}, "--device gone: no such device is here"),
+        ("toy", {"replicas": 2}, "needs 2 devices; 1 found"),
+        ("toy", {"tensor_parallel": 2}, "--tensor-parallel 2 is not supported there"),
+    ],
+)
+def test_devices_that_there_are_not_are_refused(
+    device: str, more: dict[str, Any], message: str, package: None
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolve_options(toy_options(device, **more))

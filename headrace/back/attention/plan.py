@@ -232,8 +232,9 @@ class Batch:
     None: all of it.
     rope_table_TR: cosines and sines of each query token, where its position has several axes; then
     positions_T are places in this table. None: those of a model's own table.
-    encoded: what an encoder gives in place of tokens' embeddings. encoded_behind: gives the same for
-    the token behind each of a step's (exact steps only), for drafters that read it; None: nothing.
+    encoded: what an encoder gives in place of tokens' embeddings. encoded_behind: gives the same
+    for the token behind each of a step's (exact steps only), for drafters that read it; None:
+    nothing.
     media_T: bool [T], tokens of a prompt up to its last input, of models that ask (the same steps).
     taps: sees hidden states of all tokens. None: nobody does.
     trail: of steps that verify drafts, where recurrent layers leave the state behind each token.

@@ -16,7 +16,7 @@ import torch
 from headrace.back.executor.host_copy import HostCopy
 from headrace.back.kernels.all_reduce.op import with_sums
 from headrace.back.kernels.native.library import use_threads
-from headrace.back.kernels.op import DeferredChecks, SelfCheckFailed
+from headrace.back.kernels.op import MORE_KERNELS, DeferredChecks, SelfCheckFailed
 from headrace.back.layers.moe.balance import Balancer
 from headrace.back.lora.store import AdapterStore
 from headrace.back.models.load import LoadReport, Origin
@@ -28,6 +28,7 @@ from headrace.back.platforms import code_pages
 from headrace.back.platforms.detect import detect
 from headrace.back.platforms.device_threads import use_device
 from headrace.back.platforms.facts import freest
+from headrace.back.platforms.foreign import is_foreign, platform_of
 from headrace.back.platforms.placement import interleave
 from headrace.back.runner.runner import Runner
 from headrace.back.runner.start import StartedRunner, start_runner
@@ -303,6 +304,10 @@ def checked(build: Callable[[DeferredChecks | None], T]) -> T:
 def choose_device(kind: str, mesh: Mesh) -> torch.device:
     """This rank's device, ready for use: of several GPUs a lone worker takes the one with the most
     free memory."""
+    if is_foreign(kind):
+        platform = platform_of(kind)
+        MORE_KERNELS.update(platform.kernels)
+        return torch.device(platform.torch_device(mesh.rank))
     if kind != "cuda":
         return torch.device(kind)
     index = mesh.rank

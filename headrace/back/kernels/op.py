@@ -16,9 +16,8 @@ of device memory is not a kernel's fault and is raised.
 With `invariant` (`--deterministic`) only kernels that say so of themselves are considered, the
 reference too; if none is left the op cannot serve, and that is an error.
 
-A kernel module defines `KERNEL = Kernel(name=..., supports=..., bind=...)`; `bind(problem,
-*weights)` returns a callable with exactly the signature of what the reference's `bind` returns.
-"""
+A module's KERNEL says `supports` and `bind(problem, *weights)`, which returns a callable with
+exactly the signature of what the reference's `bind` returns."""
 
 from __future__ import annotations
 
@@ -40,7 +39,8 @@ GPU_MODULES = "triton_"
 takes 0.3 s."""
 
 VARIES = "a row's bits depend on the batch"
-
+MORE_KERNELS: dict[str, Sequence[str]] = {}
+"""By op: those of a package's platform (platforms/foreign.py), which are asked before ours."""
 P = TypeVar("P", bound=Hashable)
 Function = Callable[..., Any]
 
@@ -252,7 +252,7 @@ class Op(Generic[P]):
 
     def _decide(self, problem: P, *, invariant: bool) -> KernelChoice[P]:
         rejected: list[tuple[str, str]] = []
-        for target in self.kernels:
+        for target in (*MORE_KERNELS.get(self.name, ()), *self.kernels):
             kernel, reason = self._consider(target, problem, invariant=invariant)
             if kernel is not None:
                 for plan, why in self._skipped.get((kernel, problem), {}).items():

@@ -13,7 +13,13 @@ from headrace.base.config.bounds import Auto, Natural, Processes
 class DeviceOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Where and in how many processes the model runs."""
 
-    device: Annotated[Literal["auto", "cpu", "cuda"], Meta(description="Kind of device.")] = "auto"
+    device: Annotated[
+        str,
+        Meta(
+            min_length=1,
+            description="Kind of device: auto, cpu, cuda, or the platform of an installed package.",
+        ),
+    ] = "auto"
     executor: Annotated[
         Literal["auto", "inline", "processes", "null"],
         Meta(

@@ -330,7 +330,7 @@ class TextSpec(msgspec.Struct, frozen=True, kw_only=True):
     and how the decoder is asked (front/text/speech_prompts.py);
     `suppressed_ids`: tokens that no transcript has; `alignment_heads`: the decoder's (layer,
     head) that look at the sound of the word they are about to say; `prompt_width`: numbers of a
-    vector that may stand in the place of a token, 0: none may.
+    vector that may stand in the place of a token, 0: none may; `io_processor`: see ModelOptions.
     """
 
     tokenizer_path: str
@@ -354,6 +354,7 @@ class TextSpec(msgspec.Struct, frozen=True, kw_only=True):
     suppressed_ids: tuple[int, ...] = ()
     alignment_heads: tuple[tuple[int, int], ...] = ()
     prompt_width: int = 0
+    io_processor: str | None = None
 
 
 class ServerSpec(ServerSettings, frozen=True, kw_only=True):

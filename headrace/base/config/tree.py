@@ -71,6 +71,13 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = None
     extensions: Annotated[tuple[str, ...], Meta(description=extensions.OPTION)] = ()
+    io_processor: Annotated[
+        str | None,
+        Meta(
+            description="What turns `data` of /pooling into prompts and vectors into the answer: the name of an "
+            "extension."
+        ),
+    ] = None
     tokenizer: Annotated[
         str | None, Meta(description="A folder with another tokenizer; by default the model's own.")
     ] = None

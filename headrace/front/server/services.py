@@ -18,6 +18,7 @@ from headrace.front.client.chat_transcription import transcriber_of
 from headrace.front.client.context_shift import ShiftingLLM, most_tokens
 from headrace.front.client.engine import AsyncLLM
 from headrace.front.client.events import EngineClient
+from headrace.front.client.io_processor import IOProcessor, io_processor_of
 from headrace.front.client.limits import Limits
 from headrace.front.client.many_engines import ManyEngines
 from headrace.front.client.transcription import SpeechModel
@@ -149,6 +150,7 @@ class ModelParts(TypedDict):
     text: TextSpec
     answers: AnswerFormat
     media: Preparer | None
+    io_processor: IOProcessor | None
     speech: SpeechModel | None
 
 
@@ -172,6 +174,7 @@ def parts_of(tokenizer: Tokenizer, text: TextSpec, server: ServerSpec) -> ModelP
         text=text,
         answers=answers.bound(tokenizer),
         media=_media(text, tokenizer),
+        io_processor=io_processor_of(text),
         speech=transcriber_of(text, tokenizer, template),
     )
 

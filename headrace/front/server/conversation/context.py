@@ -56,6 +56,7 @@ from headrace.front.text.templates import TemplatePool
 from headrace.front.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from headrace.front.client.io_processor import IOProcessor
     from headrace.front.client.replicas import Replicas
     from headrace.front.client.transcription import SpeechModel
     from headrace.front.media.prompt_vectors import Preparer
@@ -118,13 +119,11 @@ class LineRoute:
 class Services:
     """Everything the handlers use.
 
-    `warm`: start-up is over; `start_phase`: what it waits for until then. `leaving`: not ready any
-    more, so that load balancers turn away. `draining`: no new work. `abandon` is set when running
-    work must end now; `shut_down` asks for what SIGTERM does. `guest_templates` render those of
-    requests. `answers`: the format of the model's reasoning and tool calls. `interval`: what a
-    chunk holds. `media` and `speech`: of models that take these. `sealer` is the same in every API
-    process. `models`: of several, these are the services of the default one, and the engine stands
-    for all. `body_checks` read large documents first. `replicas`: the cores of one model."""
+    `warm`: start-up is over; `start_phase`: what it waits for. `leaving`: load balancers turn away.
+    `draining`: no new work. `abandon`: running work must end now; `shut_down`: what SIGTERM does.
+    `guest_templates` render those of requests. `answers`: the format of reasoning and tool calls.
+    `interval`: what a chunk holds. `sealer`: the same in every API process. `models`: of several;
+    these are the default one's, the engine is all's. `replicas`: the cores of one model."""
 
     engine: EngineClient
     tokenizer: Tokenizer
@@ -141,6 +140,7 @@ class Services:
     tracer: Tracer | None = None
     interval: StreamInterval | None = None
     media: Preparer | None = None
+    io_processor: IOProcessor | None = None
     speech: SpeechModel | None = None
     config: dict[str, object] = field(default_factory=dict)
     sealer: Sealer = field(default_factory=lambda: Sealer(secrets.token_bytes(SECRET_BYTES)))

@@ -35,6 +35,7 @@ from headrace.front.server.pooling.long_texts import (
     pooled_as_one,
     pooled_in_chunks,
 )
+from headrace.front.server.pooling.processed import post_data
 from headrace.front.server.pooling.schema import (
     ClassifyRequest,
     EmbeddingRequest,
@@ -120,7 +121,9 @@ def _normalizes(request: EmbeddingRequest | PoolingRequest) -> bool | None:
 
 
 async def post_pooling(context: RequestContext, document: Any) -> Response:
-    """POST /pooling: any task, vectors as they come."""
+    """POST /pooling: any task, vectors as they come; or data for an IO processor."""
+    if isinstance(document, dict) and "data" in document:
+        return await post_data(context, document)
     request = parse(document, PoolingRequest)
     spec = context.services.text.pooling
     task = request.task or ("classify" if spec.labels else _EMBED[spec.how == "tokens"])
