@@ -80,6 +80,15 @@ def _long_texts(values: list[str]) -> list[str] | None:
     return ["--max-embed-tokens", str(config.max_embed_len or _LONGEST_TEXT)]
 
 
+def _compilation(values: list[str]) -> list[str]:
+    """Of all its keys the one that says whether steps are recorded counts here."""
+    try:
+        config = msgspec.json.decode(values[0], type=dict[str, object])
+    except msgspec.DecodeError:
+        return []
+    return ["--enforce-eager"] if config.get("cudagraph_mode") == "NONE" else []
+
+
 class _PoolerConfig(msgspec.Struct, forbid_unknown_fields=True):
     enable_chunked_processing: bool = False
     max_embed_len: int | None = None
@@ -115,8 +124,7 @@ _VLLM: Mapping[str, OtherFlag] = {
     "--num-gpu-blocks-override": as_ours("--kv-blocks"),
     "--swap-space": left_out("preempted requests are computed again, not swapped", ONE),
     "--cpu-offload-gb": by_value({"0": ()}, "weights are not offloaded; use --quantization"),
-    "--enforce-eager": left_out("recorded steps are checked at start; there is no other mode"),
-    "--compilation-config": left_out(_COMPILED, ONE),
+    "--compilation-config": OtherFlag(words=_compilation, arity=ONE, why=_COMPILED),
     "-O": left_out(_COMPILED, ONE),
     "--trust-remote-code": left_out("code of a checkpoint is never executed"),
     "--tokenizer-mode": left_out("the tokenizer's kind is read from its files", ONE),
@@ -197,7 +205,8 @@ _VLLM: Mapping[str, OtherFlag] = {
     **rows("--max-seq-len-to-capture --max-cudagraph-capture-size", left_out(_RECORDED, ONE)),
     "--cudagraph-capture-sizes": left_out(_RECORDED, SEVERAL),
     **rows("-cc --optimization-level", left_out(_COMPILED, ONE)),
-    **rows("-O0 -O1 -O2 -O3", left_out(_COMPILED)),
+    "-O0": switch("--enforce-eager", why="steps are not recorded; nothing is compiled anyway"),
+    **rows("-O1 -O2 -O3", left_out(_COMPILED)),
     **rows(
         "--attention-backend --attention-config --moe-backend --linear-backend --kernel-config --ir-op-priority "
         "--performance-mode --mm-encoder-attn-backend --all2all-backend --mamba-backend "

@@ -88,6 +88,7 @@ def resolve_device(
         cpus=cpus,
         other_cpus=_other_cpus(machine, cpus),
         nodes=nodes,
+        records=not requested.enforce_eager,
     )
 
 

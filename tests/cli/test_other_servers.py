@@ -30,7 +30,10 @@ def line() -> CommandLine:
     [
         ("M --max-num-seqs 64", "M --max-running 64"),
         ("M --max_num_seqs=64 --max_model_len 512", "M --max-running 64 --max-model-len 512"),
-        ("M -tp 2 --enforce-eager", "M --tensor-parallel 2"),
+        ("M -tp 2 -O0", "M --tensor-parallel 2 --enforce-eager"),
+        ('M --compilation-config {"cudagraph_mode":"NONE"}', "M --enforce-eager"),
+        ('M --compilation-config {"cudagraph_mode":"FULL"}', "M"),
+        ("M -tp 2 --enforce-eager", "M --tensor-parallel 2 --enforce-eager"),
         ("M --pipeline-parallel-size 2", "M --pipeline-parallel 2"),
         ("M --trust-remote-code --dtype auto", "M --dtype auto"),
         ("M --served-model-name a b --port 1", "M --served-model-name a,b --port 1"),
@@ -547,11 +550,11 @@ def test_adapters_may_be_words_of_their_own() -> None:
 
 def test_each_flag_that_is_not_ours_is_a_decision() -> None:
     _, notes = translated(
-        ["M", "--max-num-seqs", "64", "--enforce-eager", "--port", "1"], line().flags
+        ["M", "--max-num-seqs", "64", "--trust-remote-code", "--port", "1"], line().flags
     )
     assert [(note.field, note.requested, note.chosen) for note in notes] == [
         ("--max-num-seqs", "64", "--max-running 64"),
-        ("--enforce-eager", "", "left out"),
+        ("--trust-remote-code", "", "left out"),
     ]
     assert all(note.why.startswith("vLLM's flag: ") for note in notes)
 

@@ -20,6 +20,7 @@ from headrace.back.runner.graph_usage import GraphUsage
 from headrace.back.runner.replay import Replay
 from headrace.back.runner.sizes import Buckets, SizesFactory
 from headrace.back.runner.steps import StepResources, Steps
+from headrace.back.runner.unrecorded import Unrecorded
 from headrace.back.speculative import text_drafter
 from headrace.back.speculative.drafter import Drafter
 from headrace.back.speculative.network import NetworkDrafter, NetworkPlace
@@ -38,13 +39,12 @@ def make_steps(resources: StepResources, spec: EngineSpec, *, num_groups: int) -
     why = why_exact(resources)
     if why is not None:
         return exact_steps(resources, spec, why, num_groups=num_groups)
-    if resources.device.type == "cpu":
-        return bucket_steps(
-            resources, spec, CpuGraphs(loaded()), num_groups=num_groups, sizes=ExactSizes
-        )
-    return bucket_steps(
-        resources, spec, CudaGraphs(resources.device, compiling), num_groups=num_groups
-    )
+    on_cpu = resources.device.type == "cpu"
+    replay: Replay = CpuGraphs(loaded()) if on_cpu else CudaGraphs(resources.device, compiling)
+    if not spec.device.records:
+        replay = Unrecorded(replay, "--enforce-eager: each step is called")
+    sizes = ExactSizes if on_cpu else Buckets
+    return bucket_steps(resources, spec, replay, num_groups=num_groups, sizes=sizes)
 
 
 def exact_steps(

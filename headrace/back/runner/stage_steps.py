@@ -11,8 +11,9 @@ from headrace.back.runner.cpu_graphs import CpuGraphs, ExactSizes
 from headrace.back.runner.devices import bucket_steps, exact_steps, why_exact
 from headrace.back.runner.sizes import Bucket
 from headrace.back.runner.steps import AwaitMasks, StepResources, Steps, StepTensors
+from headrace.back.runner.unrecorded import Unrecorded
 from headrace.back.sampling.in_step import SamplerInput
-from headrace.base.config.resolved import Decision, EngineSpec
+from headrace.base.config.resolved import EngineSpec
 from headrace.base.wire.step import StepPlan
 
 _WHY = "stages of a pipeline wait for each other within their steps"
@@ -30,24 +31,11 @@ def make_stage_steps(
     return bucket_steps(
         resources,
         spec,
-        CalledSteps(loaded()),
+        Unrecorded(CpuGraphs(loaded()), _WHY),
         num_groups=num_groups,
         sizes=ExactSizes,
         kind=StageSteps if is_last else ForwardSteps,
     )
-
-
-class CalledSteps(CpuGraphs):
-    """`Replay` on a CPU that records nothing: what passes between stages is no native call."""
-
-    @property
-    def decisions(self) -> tuple[Decision, ...]:
-        """See Replay."""
-        return (Decision("graphs", "auto", "off", _WHY),)
-
-    def wants(self, bucket: Bucket) -> bool:
-        """See Replay."""
-        return False
 
 
 class StageSteps(BucketSteps):

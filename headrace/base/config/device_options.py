@@ -20,6 +20,13 @@ class DeviceOptions(msgspec.Struct, frozen=True, kw_only=True):
             description="Kind of device: auto, cpu, cuda, or the platform of an installed package.",
         ),
     ] = "auto"
+    enforce_eager: Annotated[
+        bool,
+        Meta(
+            description="Call the kernels of each step instead of replaying recorded steps: slower, for looking for "
+            "faults. Results are the same."
+        ),
+    ] = False
     executor: Annotated[
         Literal["auto", "inline", "processes", "null"],
         Meta(

@@ -224,7 +224,8 @@ class DeviceSpec(msgspec.Struct, frozen=True, kw_only=True):
     many as make their bytes alike. `sequence_parallel`: see DeviceOptions. `expert_parallel`: of
     mixtures the tensor-parallel ranks have whole experts, to which tokens come by `token_exchange`;
     `expert_balance`: how these follow their loads, None: they stay where they are.
-    `context`: how those that would hold the same KV share it out; None: each holds it."""
+    `context`: how those that would hold the same KV share it out; None: each holds it. `records`:
+    steps are recorded and replayed."""
 
     device: str
     executor: str
@@ -241,6 +242,7 @@ class DeviceSpec(msgspec.Struct, frozen=True, kw_only=True):
     cpus: tuple[int, ...] = ()
     other_cpus: tuple[int, ...] = ()
     nodes: tuple[int, ...] = ()
+    records: bool = True
 
     @property
     def world_size(self) -> int:

@@ -66,6 +66,20 @@ def replay_of(running: OfflineEngine) -> CpuGraphs:
     return steps._replay
 
 
+def test_steps_that_are_only_called_say_the_same() -> None:
+    """KRN-26: --enforce-eager."""
+    lengths = [(3 + 7 * i % 40, 5 + 11 * i % 12, 0.0 if i % 3 else 0.8) for i in range(5)]
+    said = []
+    for more in ((), ("--enforce-eager",)):
+        running = engine("--deterministic", *more)
+        said += [answers(running, lengths), answers(running, lengths)]
+        steps = running.executor._resident.runner._steps
+        assert isinstance(steps, BucketSteps)
+        assert (steps._replay.num_graphs == 0) is bool(more)
+        running.close()
+    assert said[0] == said[1] == said[2] == said[3]
+
+
 @pytest.mark.parametrize(
     "options",
     [
