@@ -38,6 +38,7 @@ RENAMED = (
     (r"^model\.embed\.", "model.embed_tokens."),
     (r"^model\.hc_head_(fn|base|scale)$", r"model.hc_head.hc_\1"),
     (r"\.attn_norm\.", ".input_layernorm."),
+    (r"\.attn\.kv_norm\.", ".attn.norm."),
     (r"\.ffn_norm\.", ".post_attention_layernorm."),
     (r"\.hc_attn_(fn|base|scale)$", r".attn_hc.\1"),
     (r"\.hc_ffn_(fn|base|scale)$", r".ffn_hc.\1"),

@@ -1,6 +1,6 @@
 """From GGUF metadata to the config.json the same model has: one row per GGUF architecture, plain
 data throughout, in gguf_rows.py, gguf_gemma.py, gguf_mixtures.py, gguf_experts.py,
-gguf_recurrent.py, gguf_rwkv.py, gguf_encoders.py and gguf_published.py.
+gguf_routed.py, gguf_recurrent.py, gguf_rwkv.py, gguf_encoders.py and gguf_published.py.
 
 The result goes through the same reader, family and checks as any config.json, so a GGUF file is one
 more spelling of a checkpoint and no second kind of model. Metadata keys: github.com/ggml-org/ggml,
@@ -20,6 +20,7 @@ from headrace.base.config import (
     gguf_mixtures,
     gguf_published,
     gguf_recurrent,
+    gguf_routed,
     gguf_rows,
     gguf_rwkv,
 )
@@ -179,6 +180,7 @@ ARCHITECTURES: Final[dict[str, GGUFArchitecture]] = {
     **gguf_gemma.ROWS,
     **gguf_mixtures.ROWS,
     **gguf_experts.ROWS,
+    **gguf_routed.ROWS,
     **gguf_recurrent.ROWS,
     **gguf_encoders.ROWS,
     **gguf_published.ROWS,
@@ -199,7 +201,8 @@ def _token_ids(file: GGUFFile) -> Config:
 def _dtype(file: GGUFFile) -> str:
     """The dtype the weights are best widened to: the file's own if it is unquantized, else
     bfloat16."""
-    kinds = {tensor.type.name for tensor in file.tensors.values() if len(tensor.shape) == 2}
+    matrices = (tensor.type.name for tensor in file.tensors.values() if len(tensor.shape) == 2)
+    kinds = set(matrices) - {"I32"}
     if kinds == {"F16"}:
         return "float16"
     return "float32" if kinds == {"F32"} else "bfloat16"

@@ -28,7 +28,7 @@ from headrace.base.config.gguf_row import (
 
 WINDOW: Final = {"sliding_window": "attention.sliding_window"}
 _KINDS: Final = ("full_attention", "sliding_attention")
-_INDEXER: Final = {
+INDEXER: Final = {
     "index_n_heads": "attention.indexer.head_count",
     "index_head_dim": "attention.indexer.key_length",
     "index_topk": "attention.indexer.top_k",
@@ -38,7 +38,7 @@ SMALLTHINKER_PERIOD: Final = 4
 LAGUNA_PERIOD: Final = 4
 
 
-def _by_kind(file: GGUFFile, name: str, config: Config, *, period: int | None = None) -> None:
+def by_kind(file: GGUFFile, name: str, config: Config, *, period: int | None = None) -> None:
     """Which layers have windows, by a list or a period, whose first layer has none; and the
     rotations of both kinds: those with windows have a base of their own, and no scaling."""
     layers, key = config["num_hidden_layers"], f"{name}.attention.sliding_window_pattern"
@@ -70,7 +70,7 @@ def _by_kind(file: GGUFFile, name: str, config: Config, *, period: int | None = 
     }
 
 
-def _sparse(file: GGUFFile, config: Config) -> None:
+def sparse(file: GGUFFile, config: Config) -> None:
     """Which layers have experts, by their routers."""
     config["mlp_layer_types"] = [
         "sparse" if f"blk.{layer}.ffn_gate_inp.weight" in file.tensors else "dense"
@@ -79,8 +79,8 @@ def _sparse(file: GGUFFile, config: Config) -> None:
 
 
 def _mellum(file: GGUFFile, name: str, config: Config) -> None:
-    _by_kind(file, name, config)
-    _sparse(file, config)
+    by_kind(file, name, config)
+    sparse(file, config)
     _renormalizes(file, name, config)
 
 
@@ -90,8 +90,8 @@ def _renormalizes(file: GGUFFile, name: str, config: Config) -> None:
 
 def _laguna(file: GGUFFile, name: str, config: Config) -> None:
     """Each layer's own number of query heads; the gate's rows say what it is of."""
-    _by_kind(file, name, config, period=LAGUNA_PERIOD)
-    _sparse(file, config)
+    by_kind(file, name, config, period=LAGUNA_PERIOD)
+    sparse(file, config)
     layers = config["num_hidden_layers"]
     heads = each_of(file, f"{name}.attention.head_count", layers)
     config["num_attention_heads_per_layer"] = list(heads)
@@ -105,8 +105,8 @@ def _cohere2moe(file: GGUFFile, name: str, config: Config) -> None:
     has one. Shared experts are averaged with the others."""
     config["num_hidden_layers"] -= config.get("num_nextn_predict_layers", 0)
     theta = config["rope_theta"]
-    _by_kind(file, name, config)
-    _sparse(file, config)
+    by_kind(file, name, config)
+    sparse(file, config)
     del config["rope_parameters"]
     config["rope_theta"] = theta
     dense = config["mlp_layer_types"].count("dense")
@@ -128,8 +128,8 @@ def _mimo2(file: GGUFFile, name: str, config: Config) -> None:
     kv_heads = each_of(file, f"{name}.attention.head_count_kv", layers)
     config["num_hidden_layers"] = layers - config.pop("num_nextn_predict_layers", 0)
     turned = count(file, f"{name}.rope.dimension_count", config["head_dim"])
-    _by_kind(file, name, config)
-    _sparse(file, config)
+    by_kind(file, name, config)
+    sparse(file, config)
     ropes = config["rope_parameters"]
     ropes["sliding_attention"]["partial_rotary_factor"] = turned / config["head_dim"]
     config["sliding_window"] += 1
@@ -152,61 +152,6 @@ def _indexed(file: GGUFFile, name: str, config: Config) -> None:
         for layer in range(config["num_hidden_layers"])
     ]
     config["indexer_types"] = ["full" if one else "shared" for one in own]
-
-
-def _sigmoid(file: GGUFFile, name: str) -> None:
-    """CheckpointError for a router of another kind, or whose weights do not add up to 1."""
-    if file.whole(f"{name}.expert_gating_func", SIGMOID) != SIGMOID:
-        raise file.wrong(f"{name}.expert_gating_func", f"{SIGMOID} (sigmoid)")
-    if file.flag(f"{name}.expert_weights_norm", True) is not True:
-        raise file.wrong(f"{name}.expert_weights_norm", "true")
-
-
-def _hy_v3(file: GGUFFile, name: str, config: Config) -> None:
-    """Layers at the end only draft tokens; the shared experts are stated as one."""
-    config["num_hidden_layers"] -= config.pop("num_nextn_predict_layers", 0)
-    _sigmoid(file, name)
-    _sparse(file, config)
-    inner, key = config["moe_intermediate_size"], f"{name}.expert_shared_feed_forward_length"
-    shared = count(file, key, inner)
-    if shared % inner:
-        raise file.wrong(key, f"a multiple of {name}.expert_feed_forward_length ({inner})")
-    config["num_shared_experts"] = shared // inner
-
-
-def _step35(file: GGUFFile, name: str, config: Config) -> None:
-    """Layers with windows have heads of their own number, and rotate whole heads; the others half
-    of what is stated."""
-    layers = config["num_hidden_layers"]
-    heads = each_of(file, f"{name}.attention.head_count", layers)
-    kv_heads = each_of(file, f"{name}.attention.head_count_kv", layers)
-    if len(set(kv_heads)) > 1:
-        raise file.wrong(f"{name}.attention.head_count_kv", "the same number for all layers")
-    config["num_hidden_layers"] = layers - config.get("num_nextn_predict_layers", 0)
-    _sigmoid(file, name)
-    _by_kind(file, name, config)
-    _sparse(file, config)
-    for key, stated in (("swiglu_limits", "exp"), ("swiglu_limits_shared", "shexp")):
-        limits = file.numbers(f"{name}.swiglu_clamp_{stated}")
-        config[key] = None if limits is None else [float(one) for one in limits]
-    of_kind = dict(zip(config["layer_types"], heads, strict=False))
-    config["num_attention_heads"] = of_kind.get("full_attention", heads[0])
-    config["num_sliding_attention_heads"] = of_kind.get("sliding_attention", heads[0])
-    full = config["rope_parameters"]["full_attention"]
-    full["partial_rotary_factor"] /= 2
-    turned = int(config["head_dim"] * full["partial_rotary_factor"]) // 2
-    for key in ("short_factor", "long_factor"):
-        if key in full:
-            full[key] = full[key][:turned]
-
-
-def _deepseek_ocr(file: GGUFFile, name: str, config: Config) -> None:
-    """The text part, which attends as Llama does."""
-    if file.whole(f"{name}.attention.sliding_window", 0):
-        raise file.wrong(f"{name}.attention.sliding_window", "absent: its windows are not built")
-    softmax = 1
-    if file.whole(f"{name}.expert_gating_func", softmax) != softmax:
-        raise file.wrong(f"{name}.expert_gating_func", f"{softmax} (softmax)")
 
 
 def _kimi_linear(file: GGUFFile, name: str, config: Config) -> None:
@@ -256,7 +201,7 @@ def _sparse_latent(model_type: str, architecture: str) -> GGUFArchitecture:
         model_type=model_type,
         architecture=architecture,
         fixed=SILU,
-        keys=ROUTED | LATENT | DRAFTS | _INDEXER,
+        keys=ROUTED | LATENT | DRAFTS | INDEXER,
         adjust=_indexed,
         latent=True,
     )
@@ -338,32 +283,6 @@ ROWS: Final[dict[str, GGUFArchitecture]] = {
         adjust=_mimo2,
         varied=True,
         short_values=True,
-    ),
-    "hy_v3": GGUFArchitecture(
-        model_type="hy_v3",
-        architecture="HYV3ForCausalLM",
-        fixed=SILU,
-        keys=CHOSEN | INNER | DRAFTS | {"router_scaling_factor": "expert_weights_scale"},
-        adjust=_hy_v3,
-    ),
-    "step35": GGUFArchitecture(
-        model_type="step3p5",
-        architecture="Step3p5ForCausalLM",
-        fixed=SILU,
-        keys={
-            **{"n_routed_experts": "expert_count", "num_experts_per_tok": "expert_used_count"},
-            **{**INNER, **WINDOW, **DRAFTS, "moe_router_scaling_factor": "expert_weights_scale"},
-            "share_expert_dim": "expert_shared_feed_forward_length",
-        },
-        adjust=_step35,
-        varied=True,
-    ),
-    "deepseek2-ocr": GGUFArchitecture(
-        model_type="deepseek",
-        architecture="DeepseekForCausalLM",
-        fixed={**SILU, "scoring_func": "softmax", "norm_topk_prob": False},
-        keys=ROUTED,
-        adjust=_deepseek_ocr,
     ),
     "glm-dsa": _sparse_latent("glm_moe_dsa", "GlmMoeDsaForCausalLM"),
     "deepseek32": _sparse_latent("deepseek_v32", "DeepseekV32ForCausalLM"),

@@ -119,6 +119,15 @@ def _talkie(file: GGUFFile, name: str, config: Config) -> None:
     config["logit_scale"] = file.number(f"{name}.logit_scale", 1.0)
 
 
+def _deepseek_ocr(file: GGUFFile, name: str, config: Config) -> None:
+    """The text part, which attends as Llama does."""
+    if file.whole(f"{name}.attention.sliding_window", 0):
+        raise file.wrong(f"{name}.attention.sliding_window", "absent: its windows are not built")
+    softmax = 1
+    if file.whole(f"{name}.expert_gating_func", softmax) != softmax:
+        raise file.wrong(f"{name}.expert_gating_func", f"{softmax} (softmax)")
+
+
 ROWS: Final[dict[str, GGUFArchitecture]] = {
     "baichuan": GGUFArchitecture(
         model_type="baichuan", architecture="BaichuanForCausalLM", fixed=SILU, adjust=_baichuan
@@ -160,6 +169,13 @@ ROWS: Final[dict[str, GGUFArchitecture]] = {
     ),
     "talkie": GGUFArchitecture(
         model_type="talkie", architecture="TalkieForCausalLM", fixed=SILU, adjust=_talkie
+    ),
+    "deepseek2-ocr": GGUFArchitecture(
+        model_type="deepseek",
+        architecture="DeepseekForCausalLM",
+        fixed={**SILU, "scoring_func": "softmax", "norm_topk_prob": False},
+        keys=ROUTED,
+        adjust=_deepseek_ocr,
     ),
     "xverse": GGUFArchitecture(
         model_type="llama", architecture="LlamaForCausalLM", fixed={**SILU, "mlp_bias": False}

@@ -32,6 +32,8 @@ from headrace.base.errors import CheckpointError
 
 CHUNK_ELEMENTS = 1 << 20
 """Elements dequantized at once: 4 MB of float32, about what a core's cache holds."""
+TABLE = "I32"
+"""The type of tables of whole numbers."""
 CONFIG_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 """Rotary factors: part of the configuration (`gguf_config`), not weights."""
 
@@ -57,7 +59,7 @@ class GGUFSource:
                 dtype=self._kept_as(name, tensor),
                 where=str(tensor.path),
                 order=(places[tensor.path], tensor.offset),
-                dequantized=True,
+                dequantized=tensor.type.name != TABLE,
                 squeezed=True,
             )
             for name, tensor in self._tensors.items()
@@ -195,7 +197,10 @@ class GGUFSource:
         return rows if order is None else rows[order]
 
     def _kept_as(self, name: str, tensor: GGUFTensor) -> str:
-        """The type; of a matrix whose blocks of inputs do not stay whole that of floats."""
+        """The type; of a matrix whose blocks of inputs do not stay whole that of floats, of a table
+        that which models have."""
+        if tensor.type.name == TABLE:
+            return "I64"
         moved = self._order is not None and self._order.columns(name) is not None
         return "F32" if moved else tensor.type.name
 
@@ -325,14 +330,17 @@ def _new_name(name: str, dialect: Dialect) -> str:
     if kind == "scale":  # a name of its own
         stem, kind = name, ""
     if stem in dialect.top:
-        return f"{dialect.top[stem]}.{kind}"
+        return _ended(dialect.top[stem], kind)
     for prefix, place, blocks in dialect.sections:
         match = re.fullmatch(rf"{prefix}\.(\d+)\.([\w.]+)", stem, re.ASCII)
         if match and match[2] in blocks and kind in ("weight", "bias", ""):
-            module = blocks[match[2]]
-            ending = "" if module.endswith(".") else f".{kind}"
-            return f"{place}.{match[1]}.{module.removesuffix('.')}{ending}"
+            return f"{place}.{match[1]}.{_ended(blocks[match[2]], kind)}"
     return name
+
+
+def _ended(module: str, kind: str) -> str:
+    """With the tensor's ending, unless the name ends with a dot."""
+    return module.removesuffix(".") if module.endswith(".") else f"{module}.{kind}"
 
 
 def _refuse_types(file: GGUFFile) -> None:

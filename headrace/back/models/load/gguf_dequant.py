@@ -168,7 +168,13 @@ def _of_vectors(numbers: Callable[[U8], vectors.WholeNumbers]) -> Callable[[U8],
     return lambda blocks: vectors.floats(numbers(blocks))
 
 
+def _i32(blocks: U8) -> F32:
+    """Tables of small whole numbers."""
+    return blocks.view(np.int32).astype(np.float32)
+
+
 DEQUANTIZE: Final[dict[str, Callable[[U8], F32]]] = {
+    "I32": _i32,
     "F32": _f32,
     "F16": _f16,
     "BF16": _bf16,

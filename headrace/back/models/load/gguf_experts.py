@@ -95,7 +95,45 @@ STEP = {
     "ffn_down_shexp": "share_expert.down_proj",
 }
 
+W123 = {"gate": "w1", "up": "w3", "down": "w2"}
+HYPER = ("fn", "base", "scale")
+
+
+def compressor(name: str, place: str) -> dict[str, str]:
+    """Of entries that several tokens share (DeepSeek V4)."""
+    parts = {"kv": "wkv", "gate": "wgate", "ape": "ape.", "norm": "norm"}
+    return {f"{name}_{one}": f"attn.{place}.{ours}" for one, ours in parts.items()}
+
+
+DEEPSEEK_4 = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_sinks": "attn.attn_sink.",
+    "attn_q_a": "attn.wq_a",
+    "attn_q_a_norm": "attn.q_norm",
+    "attn_q_b": "attn.wq_b",
+    "attn_kv": "attn.wkv",
+    "attn_kv_a_norm": "attn.norm",
+    "attn_output_a": "attn.wo_a",
+    "attn_output_b": "attn.wo_b",
+    **compressor("attn_compressor", "compressor"),
+    **compressor("indexer_compressor", "indexer.compressor"),
+    "indexer.proj": "attn.indexer.weights_proj",
+    "indexer.attn_q_b": "attn.indexer.wq_b",
+    **{f"hc_{part}_{one}": f"{part}_hc.{one}." for part in ("attn", "ffn") for one in HYPER},
+    "ffn_gate_inp": "ffn.gate",
+    "ffn_gate_tid2eid": "ffn.gate.tid2eid.",
+    "exp_probs_b": "ffn.gate.bias.",
+    **{f"ffn_{part}_exps": f"ffn.experts.{one}" for part, one in W123.items()},
+    **{f"ffn_{part}_shexp": f"ffn.shared_experts.{part}_proj" for part in W123},
+}
+DEEPSEEK_4_TOP = {
+    **{f"output_hc_{one}": f"model.hc_head.hc_{one}." for one in HYPER},
+    **{**names.TOP, "output": "head"},
+}
+
 DIALECTS: Mapping[str, Dialect] = {
+    "deepseek4": Dialect(blocks=DEEPSEEK_4, top=DEEPSEEK_4_TOP, drafts=True),
     "hy_v3": Dialect(blocks=HUNYUAN_3, drafts=True),
     "step35": Dialect(blocks=STEP, norm_plus_one=True, drafts=True),
     "deepseek2-ocr": Dialect(blocks=names.ROUTED),

@@ -68,10 +68,11 @@ def write(
     writer = gguf.GGUFWriter(path, architecture)
     for key, value in {"block_count": 3, **metadata}.items():
         add = {list: writer.add_array, float: writer.add_float32, int: writer.add_uint32}
-        add[bool] = writer.add_bool
+        add |= {bool: writer.add_bool, str: writer.add_string}
         add[type(value)](f"{architecture}.{key}", value)
     for name, tensor in tensors.items():
-        writer.add_tensor(name, np.ascontiguousarray(tensor.float().numpy()))
+        wide = tensor.int() if tensor.dtype == torch.int64 else tensor.float()
+        writer.add_tensor(name, np.ascontiguousarray(wide.numpy()))
     _finish(writer)
     return read_model_facts(LocatedModel(path=path, name="m", format="gguf"))
 
@@ -228,3 +229,72 @@ def test_talkie_answers_as_its_reference(tmp_path: Path) -> None:
     facts = write(tmp_path / "m.gguf", "talkie", stored, stated)
     rows, got = logits_of(tmp_path / "m.gguf", facts)
     compare(got, [reference.logits(config, weights, row) for row in rows], 1e-4)
+
+
+V4 = {
+    **{"attn_norm": "attn_norm", "ffn_norm": "ffn_norm", "attn.attn_sink": "attn_sinks.weight"},
+    **{"attn.wq_a": "attn_q_a", "attn.wq_b": "attn_q_b", "attn.q_norm": "attn_q_a_norm"},
+    **{"attn.wkv": "attn_kv", "attn.norm": "attn_kv_a_norm"},
+    **{"attn.wo_a": "attn_output_a", "attn.wo_b": "attn_output_b"},
+    **{
+        f"attn.{place}compressor.{one}": f"{name}_compressor_{stored}"
+        for place, name in (("", "attn"), ("indexer.", "indexer"))
+        for one, stored in (
+            *(("wkv", "kv"), ("wgate", "gate"), ("norm", "norm"), ("ape", "ape.weight")),
+        )
+    },
+    "attn.indexer.weights_proj": "indexer.proj",
+    "attn.indexer.wq_b": "indexer.attn_q_b",
+    **{
+        f"hc_{part}_{one}": f"hc_{part}_{one}.weight"
+        for part in ("attn", "ffn")
+        for one in ("fn", "base", "scale")
+    },
+    "ffn.gate.bias": "exp_probs_b.bias",
+    "ffn.gate": "ffn_gate_inp",
+    "ffn.gate.tid2eid": "ffn_gate_tid2eid.weight",
+    **{
+        f"ffn.{place}.{one}": f"ffn_{part}_{ending}"
+        for place, ending in (("experts", "exps"), ("shared_experts", "shexp"))
+        for one, part in (("w1", "gate"), ("w2", "down"), ("w3", "up"))
+    },
+}
+
+
+def test_deepseek_4_answers_as_its_oracle(tmp_path: Path) -> None:
+    """The table of experts by token lies as whole numbers; lists of ratios may go on behind the last layer."""
+    config = tiny_config("deepseek-v4")
+    config.update(
+        {"compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128}}
+    )
+    oracle = save_oracle(config, tmp_path)
+    stored = named(load_file(tmp_path / "model.safetensors"), V4)
+    stored["output.weight"] = stored.pop("head.weight")
+    for one in ("fn", "base", "scale"):
+        stored[f"output_hc_{one}.weight"] = stored.pop(f"model.hc_head.hc_{one}")
+    rope = config.rope_parameters["compress"]
+    stated = {
+        **{"block_count": 4, "context_length": 128, "embedding_length": 64},
+        **{"attention.head_count": 8, "attention.head_count_kv": 1, "feed_forward_length": 80},
+        **{"attention.key_length": 16, "attention.value_length": 16, "rope.dimension_count": 8},
+        **{"attention.q_lora_rank": 64, "attention.sliding_window": 12, "rope.freq_base": 500.0},
+        **{"attention.output_group_count": 2, "attention.output_lora_rank": 64},
+        **{"attention.compress_ratios": [0, 4, 128, 4, 0], "attention.indexer.head_count": 16},
+        **{"attention.compress_rope_freq_base": 300.0, "attention.indexer.key_length": 12},
+        **{"attention.indexer.top_k": 3, "hyper_connection.count": 3, "hash_layer_count": 1},
+        **{"hyper_connection.sinkhorn_iterations": 4, "hyper_connection.epsilon": 1e-6},
+        **{"attention.layer_norm_rms_epsilon": 1e-6, "expert_count": 6, "expert_used_count": 2},
+        **{"expert_feed_forward_length": config.moe_intermediate_size, "expert_shared_count": 1},
+        **{"expert_weights_scale": 1.5, "expert_weights_norm": True, "expert_gating_func": 4},
+        **{"swiglu_clamp_exp": [0.9] * 4, "swiglu_clamp_shexp": [0.9] * 4},
+        "rope.scaling.factor": rope["factor"],
+        "rope.scaling.original_context_length": rope["original_max_position_embeddings"],
+    }
+    stated["rope.scaling.type"] = "yarn"
+    facts = write(tmp_path / "m.gguf", "deepseek4", stored, stated)
+    rows, got = logits_of(tmp_path / "m.gguf", facts)
+    compare(got, oracle_logits(oracle, rows), 1e-4)
+    with pytest.raises(CheckpointError) as caught:
+        more = {"swiglu_clamp_shexp": [0.5] * 4}
+        write(tmp_path / "unlike.gguf", "deepseek4", stored, stated | more)
+    assert caught.value.field == "deepseek4.swiglu_clamp_exp"
