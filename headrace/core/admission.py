@@ -374,10 +374,10 @@ def _check_pooling(request: EngineRequest, facts: WorkerFacts) -> None:
     if request.stop.max_tokens != 0 or request.sampling.prompt_logprobs is not None:
         raise InvalidRequest("a pooled request makes no tokens: max_tokens must be 0")
     if pooling.how not in POOLINGS:
-        raise InvalidRequest(
-            f"pooling is {pooling.how!r}, not one of {', '.join(POOLINGS)}", field="pooling"
-        )
-    _between("second_at", pooling.second_at, 0, len(request.prompt) // TOKEN_BYTES)
+        known = ", ".join(POOLINGS)
+        raise InvalidRequest(f"pooling is {pooling.how!r}, not one of {known}", field="pooling")
+    for name in ("second_at", "first"):
+        _between(name, getattr(pooling, name), 0, len(request.prompt) // TOKEN_BYTES)
 
 
 def _between(name: str, value: int, low: int, high: int) -> None:

@@ -224,7 +224,7 @@ class EngineCore:
         facts = self.executor.facts
         length_limit = check_request(wire, facts, self.kv)
         check_policy(self.spec, wire)
-        adapter = BASE
+        adapter, apart = BASE, bool(facts.media) or facts.pools_whole
         if wire.adapter or wire.media:
             wire, adapter = adapted(self.adapters, wire)
         request = Request(
@@ -234,7 +234,7 @@ class EngineCore:
             groups=len(facts.groups),
             length_limit=length_limit,
             adapter=adapter,
-            uncut=uncut_spans(wire, facts, self.spec.max_step_tokens) if facts.media else (),
+            uncut=uncut_spans(wire, facts, self.spec.max_step_tokens) if apart else (),
         )
         load = load_of(self.scheduler, self.counters)
         tokens = self.requests.prompt_tokens_of(wire.tenant)

@@ -75,7 +75,8 @@ def uncut_spans(
     each other, and the one behind its last; InvalidRequest where a step takes fewer tokens."""
     forms = {form.kind: form for form in facts.media}
     num_prompt = len(request.prompt) // TOKEN_BYTES
-    if any(form.mutual == "prompt" for form in facts.media):
+    pooled = request.pooling is not None and facts.pools_whole
+    if pooled or any(form.mutual == "prompt" for form in facts.media):
         spans: tuple[tuple[int, int], ...] = ((0, num_prompt),)
     else:
         inputs = (one for one in request.media if forms[one.kind].mutual)

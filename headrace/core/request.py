@@ -155,12 +155,18 @@ class Request:
         return max(0, begin - start)
 
     @property
+    def sees_all(self) -> bool:
+        """Whether all tokens of the prompt see each other, so that what is kept of any follows
+        from all."""
+        return bool(self.uncut) and self.uncut[0] == (0, self.num_prompt)
+
+    @property
     def needs_whole_prompt(self) -> bool:
         """Whether every prompt position must be computed, also one whose KV is cached: prompt
         log-probabilities or hidden states or attention of all tokens are still owed, or what is
         cached follows from all of the prompt."""
         wire = self.wire
-        if self.uncut and self.uncut[0] == (0, self.num_prompt):
+        if self.sees_all:
             return True
         if wire.pooling is not None:
             return not wire.pooling.from_last

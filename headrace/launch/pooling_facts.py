@@ -63,6 +63,7 @@ def read_pooling(
         padded=stated.padded,
         listwise=stated.listwise,
         ends=stated.ends,
+        leads=stated.leads,
         judge=None if encodes or head in ("sequence", "token") else _judge(whole),
     )
 

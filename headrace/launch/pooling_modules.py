@@ -39,7 +39,7 @@ MAX_WIDTH = 65_536
 class Modules(msgspec.Struct, frozen=True, kw_only=True):
     """What follows the transformer. `late`: nothing pools, so that every token keeps its vector.
     `unattended`: the checkpoint expands queries by tokens that nothing attends to. `image_form`,
-    `padded`, `listwise`, `ends`: see PoolingSpec."""
+    `padded`, `listwise`, `ends`, `leads`: see PoolingSpec."""
 
     how: str
     normalize: bool
@@ -50,6 +50,7 @@ class Modules(msgspec.Struct, frozen=True, kw_only=True):
     padded: tuple[int, int] = (0, 0)
     listwise: tuple[str, str] | None = None
     ends: tuple[int, int] | None = None
+    leads: tuple[tuple[str, ...], ...] = ()
 
 
 def read_modules(folder: Path) -> Modules | None:

@@ -9,6 +9,7 @@ import msgspec
 
 from headrace.back.models.pooling_families import (
     BGE_M3,
+    GRITLM,
     JINA_RANKING,
     SPLADE,
     VOYAGE,
@@ -24,6 +25,9 @@ from headrace.launch.two_towers import read_two_towers
 
 RANKING_TOKENS = ("<|embed_token|>", "<|rerank_token|>")
 """What stands behind each document and behind the query where Jina's reranker reads them."""
+_EMBED = ("|", "embed", "|", ">", "<0x0A>")
+GRIT_LEADS = (("\u2581<", *_EMBED), ("<0x0A>", "<", *_EMBED))
+"""What stands before a text that GritLM embeds, by itself or behind an instruction."""
 LEXICAL = Modules(how="lexical", normalize=False)
 
 
@@ -64,6 +68,9 @@ def _by_name(folder: Path, config: ConfigReader, stated: Modules | None) -> Modu
         return msgspec.structs.replace(known, dense=known.dense or linear)
     if named == (BGE_M3,):
         return _bge_m3(folder, config, stated or Modules(how="cls", normalize=True))
+    if named == (GRITLM,):
+        known = stated or Modules(how="mean", normalize=True)
+        return msgspec.structs.replace(known, leads=GRIT_LEADS)
     return LEXICAL if named == (SPLADE,) else stated
 
 

@@ -22,6 +22,7 @@ class NullPooling:
         size = model.num_labels if asked.head else model.config.get("hidden_size", DEFAULT_WIDTH)
         self._odd = 2 * np.arange(size, dtype=np.uint64) + np.uint64(1)
         self._how = asked.how
+        self._first = asked.first
         self._num_prompt = num_prompt
         self._sum = np.zeros((1, len(self._odd)), np.float32)
 
@@ -36,5 +37,5 @@ class NullPooling:
             return Pooled(0, hidden[:1]) if first == 0 else None
         if self._how == "last":
             return Pooled(0, hidden[-1:]) if last else None
-        self._sum += hidden.sum(0)
-        return Pooled(0, self._sum / self._num_prompt) if last else None
+        self._sum += hidden[max(0, self._first - first) :].sum(0)
+        return Pooled(0, self._sum / (self._num_prompt - self._first)) if last else None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from headrace.back.models.pooling_families import GRITLM
+
 DENSE: Mapping[str, str] = {
     "LlamaForCausalLM": "llama",
     "Emu3ForCausalLM": "emu3",
@@ -75,6 +77,7 @@ DENSE: Mapping[str, str] = {
 }
 """By the name with their language-model head."""
 DENSE_PUBLISHED: Mapping[str, str] = {
+    GRITLM: "gritlm",
     **dict.fromkeys(
         ("LLaMAForCausalLM", "AquilaForCausalLM", "XverseForCausalLM", "YiForCausalLM"), "llama"
     ),

@@ -12,6 +12,7 @@ COLBERTS = frozenset(
 )
 """The names of the same around other models."""
 BGE_M3, SPLADE = "BgeM3EmbeddingModel", "BertSpladeSparseEmbeddingModel"
+GRITLM = "GritLM"
 JINA_RANKING, JINA_V5 = "JinaForRanking", "JinaEmbeddingsV5Model"
 WEIGH_WORDS = frozenset({"bert"})
 """Families with a head that weighs words."""

@@ -82,13 +82,13 @@ class _Row:
             return hidden_QE[:1] if first == 0 else None
         if how == "last":
             return hidden_QE[-1:] if last else None
-        total_E = hidden_QE.float().sum(0)
+        total_E = hidden_QE[max(0, self.asked.first - first) :].float().sum(0)
         if self.total_E is not None:
             total_E += self.total_E
         self.total_E = total_E
         if not last:
             return None
-        mean_1E = (total_E / self.num_prompt)[None]
+        mean_1E = (total_E / (self.num_prompt - self.asked.first))[None]
         return mean_1E.to(hidden_QE.dtype) if self.asked.head else mean_1E
 
 

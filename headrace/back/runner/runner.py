@@ -152,6 +152,7 @@ class Runner:
             media_tokens=self._state.media_tokens,
             media_width=self._state.media_width,
             media_rows=self._state.media_rows,
+            pools_whole=self._state.pools_whole,
             graphs=self._steps.graphs,
             decisions=[
                 (d.field, d.requested, d.chosen, d.why)

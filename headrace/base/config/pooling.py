@@ -55,6 +55,8 @@ class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):
     embedding may be cut to, empty for any, None for no cutting. `late`: the model has a vector per
     token (`how` is "tokens") and compares them one by one. `judge`: the model generates, and was
     trained to say these words (no, yes) of a pair. `projected`: dense layers follow the pooling.
+    `leads`: the tokens that end the part of a text that has no share in its mean, in each of the
+    ways in which they are written.
     """
 
     how: str = "last"
@@ -71,3 +73,4 @@ class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):
     listwise: tuple[str, str] | None = None
     ends: tuple[int, int] | None = None
     pair: tuple[str, str] | None = None
+    leads: tuple[tuple[str, ...], ...] = ()

@@ -186,14 +186,14 @@ POOLINGS = ("cls", "last", "mean", "tokens", "lexical")
 class RowPooling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What a request that is pooled instead of continued wants of its hidden states.
 
-    `how`: the first token's, the last one's, the mean over all, every token's, or "lexical": how
-    much each word of the vocabulary weighs. `head`: one logit per label, by the model's head.
-    `second_at`: where a pair's second text begins, for models with token types; 0: there is none.
-    """
+    `how`: the first token's, the last one's, the mean from token `first` on, every token's, or
+    "lexical": how much each word of the vocabulary weighs. `head`: one logit per label, by the
+    model's head. `second_at`: where a pair's second text begins, for models with token types."""
 
     how: str = "last"
     head: bool = False
     second_at: int = 0
+    first: int = 0
 
     @property
     def from_last(self) -> bool:

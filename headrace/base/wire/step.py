@@ -68,7 +68,8 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
     `encoder_tokens`: the most token ids that the encoder of an encoder-decoder reads; 0: there is
     none that reads tokens. `spectrogram`: the shape of what one reads instead (media.py:
     encoder_outputs); empty: there is none. `routed_experts`: layers whose chosen experts can be
-    told, and the most of a token; empty: none.
+    told, and the most of a token; empty: none. `pools_whole`: tokens of a prompt that is pooled all
+    see each other, so that one step computes them.
     """
 
     num_blocks: int
@@ -93,6 +94,7 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
     media_tokens: int = 0
     media_width: int = 0
     media_rows: dict[str, int] = {}
+    pools_whole: bool = False
 
 
 class RowStart(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

@@ -178,7 +178,7 @@ class KVManager:
             updates += self.snapshots.attach(request, hit - 1, self.digest(request, hit - 1))
         request.registered = hit
         request.prefill_blocks = request.num_tokens // self.block_tokens
-        request.registers = self.prefix_caching
+        request.registers = self.prefix_caching and not request.sees_all
         if self.prefix_caching and not request.needs_whole_prompt:
             self.num_queries += request.num_tokens
             self.num_hits += hit * self.block_tokens

@@ -24,6 +24,7 @@ from headrace.front.client.offline_media import OfflineMedia, PromptWithMedia
 from headrace.front.client.pooling import (
     Float32,
     PooledAnswer,
+    behind_lead,
     finish_embedding,
     fold_pooled,
     pooling_generation,
@@ -216,12 +217,12 @@ class LLM:
     ) -> list[PooledAnswer]:
         """Hidden states as they come: `how` is cls, last, mean or tokens; `head` puts them through
         the classifier."""
-        pooling = RowPooling(how=how, head=head)
-        encoded = self._encoded(prompt_list(prompts))
-        generations = [
-            msgspec.structs.replace(pooling_generation(ids, pooling), media=media)
-            for ids, media in encoded
-        ]
+        generations = []
+        for ids, media in self._encoded(prompt_list(prompts)):
+            first = behind_lead(ids, self._pooling, self.tokenizer)
+            pooling = RowPooling(how=how, head=head, first=first)
+            one = pooling_generation(ids, pooling)
+            generations.append(msgspec.structs.replace(one, media=media))
         return self._wait(run_all(self.engine, generations, pool_one, show=progress))
 
     def update_weights(

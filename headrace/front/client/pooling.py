@@ -6,15 +6,18 @@ two token matrices (MaxSim, Khattab and Zaharia 2020). W width, L labels, N toke
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import aclosing
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from headrace.base.config.pooling import PoolingSpec
 from headrace.base.errors import EngineError, InvalidRequest
 from headrace.base.wire.request import RowPooling, SamplingParams
 from headrace.front.client.events import Ended, Events, Generation, PooledPart
+from headrace.front.text.tokenizer import Tokenizer
 
 Float32 = npt.NDArray[np.float32]
 
@@ -34,6 +37,18 @@ class PooledAnswer(msgspec.Struct, frozen=True, kw_only=True):
 def pooling_generation(prompt_ids: list[int], pooling: RowPooling) -> Generation:
     """A generation that pools its prompt; the caller adds label, tenant and deadline."""
     return Generation(prompt_ids=prompt_ids, params=NO_TOKENS, pooling=pooling)
+
+
+def behind_lead(ids: Sequence[int], spec: PoolingSpec, tokenizer: Tokenizer) -> int:
+    """The first token of a text that has a share in its mean."""
+    for lead in spec.leads:
+        wanted = [tokenizer.token_id(token) for token in lead]
+        for at in range(len(ids) - len(wanted) + 1):
+            if ids[at] == wanted[0] and list(ids[at : at + len(wanted)]) == wanted:
+                if (first := at + len(wanted)) == len(ids):
+                    raise InvalidRequest("the text is empty behind its instruction", field="input")
+                return first
+    return 0
 
 
 async def fold_pooled(events: Events, *, num_prompt: int) -> PooledAnswer:

@@ -28,6 +28,7 @@ class Reversed:
 
     in_graphs = False
     repeatable = True
+    pools_whole = False
     host_until = None
     media_tokens = media_width = 0
     media_rows: dict[str, int] = {}

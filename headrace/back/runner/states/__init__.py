@@ -14,6 +14,7 @@ from headrace.back.runner.memory import KVMemory
 from headrace.back.runner.states.encoder_inputs import EncoderInputs, Sounds, Spectrograms
 from headrace.back.runner.states.media import Media
 from headrace.back.runner.states.plain import PlainDecoder, PlainEncoder
+from headrace.back.runner.states.pooled_whole import PooledWhole
 from headrace.back.runner.states.recurrent import Recurrent
 from headrace.back.runner.states.segments import Segments
 from headrace.back.runner.states.state import ModelState
@@ -32,6 +33,7 @@ STATES: dict[str, StateFactory] = {
         memory, device, max_rows=max_rows
     ),
     "sounds": lambda max_rows, device, memory: Sounds(memory, device, max_rows=max_rows),
+    "pooled whole": lambda max_rows, device, memory: PooledWhole(max_rows),
     "recurrent": lambda max_rows, device, memory: Recurrent(memory),
 }
 """By `CausalModel.state`."""

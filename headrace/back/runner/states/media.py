@@ -58,6 +58,7 @@ class Media:
     ) -> None:
         self.in_graphs = base.in_graphs
         self.repeatable = base.repeatable
+        self.pools_whole = base.pools_whole
         self.media_tokens = CACHE_TOKENS
         self.media_width = encoder.width * (1 + encoder.layers)
         self.host_until: np.ndarray | None = np.zeros(max_rows + 1, np.int64)

@@ -24,6 +24,7 @@ class PlainDecoder:
     media_tokens = 0
     media_width = 0
     media_rows: dict[str, int] = {}
+    pools_whole = False
 
     def take(self, payloads: Mapping[str, bytes]) -> None:
         """Nothing is sent."""

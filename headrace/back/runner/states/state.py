@@ -43,6 +43,7 @@ class ModelState(Protocol):
                  themselves, with `prepare`; None: none are
     media_tokens tokens of images and video that it keeps encoded, and
     media_width  numbers of each of them
+    pools_whole  see WorkerFacts
     """
 
     in_graphs: bool
@@ -50,6 +51,7 @@ class ModelState(Protocol):
     host_until: np.ndarray | None
     media_tokens: int
     media_width: int
+    pools_whole: bool
 
     @property
     def media_rows(self) -> dict[str, int]:

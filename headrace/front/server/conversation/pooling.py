@@ -22,6 +22,7 @@ from headrace.front.client.events import Events
 from headrace.front.client.pooling import (
     Float32,
     PooledAnswer,
+    behind_lead,
     finish_embedding,
     fold_pooled,
     pooling_generation,
@@ -131,7 +132,8 @@ async def pooled(
     services = context.services
 
     async def one(number: int, pool_input: PoolInput) -> PooledAnswer:
-        wanted = RowPooling(how=job.how, head=job.head, second_at=pool_input.second_at)
+        first = behind_lead(pool_input.ids, services.text.pooling, services.tokenizer)
+        wanted = RowPooling(how=job.how, head=job.head, second_at=pool_input.second_at, first=first)
         generation = msgspec.structs.replace(
             pooling_generation(pool_input.ids, wanted),
             label=f"{label}-{number}" if number else label,
