@@ -115,3 +115,20 @@ def test_a_block_of_all_layers_is_one_range(forms: str, layers: int, blocks: int
         if order == "blocks":
             starts = {cache.untyped_storage().data_ptr() for cache in one.caches}
             assert len(starts) == 1 and len(layout.tensor_bytes) == 1
+
+
+def test_recurrent_state_stays_by_row_beside_blocks_of_all_layers() -> None:
+    """KVT-02, REG-081: what has no blocks falls back to a layout of its own, and groups of unequal caches have
+    a range each (above)."""
+    (plain, first), (joined, second) = (
+        memory(MODELS["recurrent"], o) for o in ("layers", "blocks")
+    )
+    state = next(i for i, group in enumerate(joined.groups) if group.kind == "state")
+    (cache,) = joined.groups[state].caches
+    assert joined.places[cache] == plain.places[cache]
+    assert joined.state_bytes == plain.state_bytes and len(joined.tensor_bytes) == 1
+    assert first.snapshots is not None and second.snapshots is not None
+    assert second.snapshots.shape == first.snapshots.shape
+    kept = second.snapshots.untyped_storage().data_ptr()
+    starts = {second.caches[i].untyped_storage().data_ptr() for i in range(3) if i != cache}
+    assert len(starts) == 1 and kept not in starts
