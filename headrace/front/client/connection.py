@@ -145,13 +145,13 @@ class Connection:
         pause_s = _FIRST_PAUSE_S
         while True:
             with contextlib.suppress(OSError):
-                self._frames = frames = await self._connected()
-                pause_s = await self._stay(frames, pause_s)
+                pause_s = await self._stay(await self._connected(), pause_s)
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     async def _connected(self) -> _Frames:
-        frames = _Frames(self._take)
+        # Known before the connection is made: the Hello may come before this task goes on.
+        self._frames = frames = _Frames(self._take)
         loop = asyncio.get_running_loop()
         transport, _ = await loop.create_unix_connection(lambda: frames, self.path)
         transport.get_extra_info("socket").setsockopt(

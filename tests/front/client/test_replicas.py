@@ -7,12 +7,15 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from headrace.base.config.resolved import TextSpec
 from headrace.base.errors import Conflict, DrainTimeout, EngineError, HeadraceError, InvalidRequest
+from headrace.base.wire.request import AbortRequests
+from headrace.front.client.connection import Connection
 from headrace.front.client.engine import AsyncLLM
 from headrace.front.text.tokenizer import Tokenizer
 from headrace.launch.api_process import failure_at
@@ -127,3 +130,32 @@ async def test_a_core_that_cannot_join_leaves_all_as_it_was(
         with pytest.raises(error, match=words):
             await llm.replicas.scale(2, drain_s=1.0)
         assert asked == [1, 2, 1] and llm.connected == (1, 1)
+
+
+async def test_a_core_takes_requests_from_its_hello_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PAR-07: its first request may come before the task that has connected goes on."""
+    async with ScriptedCore(tmp_path / "core", spell([7])) as core:
+        receiver: Any = SimpleNamespace(on_lost=lambda: None)
+        connection = Connection(core.path, receiver, LIMITS)
+        loop, connected = asyncio.get_running_loop(), asyncio.Event()
+        make = loop.create_unix_connection
+        refusals: list[HeadraceError] = []
+
+        async def late(*arguments: Any) -> Any:
+            pair = await make(*arguments)
+            await connection.wait_ready()
+            try:
+                connection.send(AbortRequests((5,)))
+            except HeadraceError as error:
+                refusals.append(error)
+            connected.set()
+            return pair
+
+        monkeypatch.setattr(loop, "create_unix_connection", late)
+        connection.start()
+        await connected.wait()
+        assert refusals == []
+        await core.until(lambda: core.aborted == [5])
+        await connection.close()
