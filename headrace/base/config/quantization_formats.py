@@ -1,9 +1,9 @@
 """`quantization_config` of config.json, read key by key, for each format of the table.
 
 A variant that is not known is refused by its key, value and the known values. compressed-tensors:
-quantization_compressed.py; floats of 4 and 8 bits: quantization_fp4.py and quantization_fp8.py;
-what packages of PyTorch write: quantization_torch.py; MLX: quantization_mlx.py; codebooks:
-quantization_vectors.py.
+quantization_compressed.py; floats of 4 and 8 bits: quantization_fp4.py, quantization_fp8.py and
+quantization_round.py; what packages of PyTorch write: quantization_torch.py; MLX:
+quantization_mlx.py; codebooks: quantization_vectors.py.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from headrace.base.config.quantization_compressed import compressed
 from headrace.base.config.quantization_fp4 import fouroversix, mxfp4
 from headrace.base.config.quantization_fp8 import fbgemm, fp8, mxfp8
 from headrace.base.config.quantization_mlx import mlx
+from headrace.base.config.quantization_round import floats, is_floating
 from headrace.base.config.quantization_torch import hqq, quanto, row_integers, sinq, torchao
 from headrace.base.config.quantization_vectors import aqlm, exl2, exl3, fp_quant, higgs, spqr, vptq
 
@@ -47,6 +48,8 @@ def stored_quantization(raw: Mapping[str, Any], where: str) -> StoredQuantizatio
     for reader in (ConfigReader(raw, where), ConfigReader(raw, where).section("text_config")):
         if reader is None:
             continue
+        if "quip_params" in reader:
+            raise reader.wrong("quip_params", "absent (weights of QuIP# are not read)")
         for key in ("quantization_config", "compression_config"):
             config = reader.section(key)
             if config is not None:
@@ -158,9 +161,11 @@ def _eetq(config: ConfigReader) -> StoredQuantization:
 
 
 def _auto_round(config: ConfigReader) -> StoredQuantization:
-    """AutoRound (Cheng et al. 2023) writes what GPTQ or AWQ write. `extra_config`: modules, or
-    regular expressions of them, that differ; of 16 bits and more they are plain."""
-    config.choice("data_type", ("int",), "int")
+    """AutoRound (Cheng et al. 2023) writes what GPTQ or AWQ write, or floats. `extra_config`:
+    modules, or regular expressions of them, that differ; of 16 bits and more they are plain."""
+    if is_floating(config):
+        rules = everything("auto-round", floats(config), plain_modules(config)).rules
+        return StoredQuantization(method="auto-round", rules=(*_extra(config, None, ()), *rules))
     packing = config.str("packing_format", "auto_round:auto_gptq")
     kinds = {"gptq": _gptq, "awq": _awq}
     for name, read in kinds.items():
@@ -174,24 +179,28 @@ def _auto_round(config: ConfigReader) -> StoredQuantization:
 
 
 def _extra(config: ConfigReader, numbers: Numbers | None, known: tuple[int, ...]) -> Iterator[Rule]:
+    """`numbers`: what integers are, where all are not floats."""
     section = config.section("extra_config")
-    if section is None or numbers is None:
-        return
-    for key in section.raw:
+    for key in section.raw if section is not None else ():
+        assert section is not None
         entry, target = section.section(key), f"re:{key}" if set(key) & set("*^$|+") else key
         if entry is None:
             continue
-        if entry.int("bits", numbers.bits, ge=1) >= 16:
+        whole = ConfigReader({**config.raw, **entry.raw}, entry.where)
+        if whole.int("bits", ge=1) >= 16:
             yield Rule(targets=(target,), numbers=None)
-            continue
-        size = entry.int("group_size", (numbers.group or (1, 0))[1] or -1, ge=-1)
-        changed = msgspec.structs.replace(
-            numbers,
-            bits=bits_of(entry, known, numbers.bits),
-            group=(1, 0 if size == -1 else size),
-            symmetric=entry.bool("sym", numbers.symmetric),
-        )
-        yield Rule(targets=(target,), numbers=changed)
+        elif numbers is None:
+            yield Rule(targets=(target,), numbers=floats(whole))
+        else:
+            whole.choice("data_type", ("int",), "int")
+            size = whole.int("group_size", -1, ge=-1)
+            changed = msgspec.structs.replace(
+                numbers,
+                bits=bits_of(whole, known),
+                group=(1, 0 if size == -1 else size),
+                symmetric=entry.bool("sym", numbers.symmetric),
+            )
+            yield Rule(targets=(target,), numbers=changed)
 
 
 _QUARK = {

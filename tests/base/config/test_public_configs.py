@@ -34,6 +34,14 @@ ROUND = {
     "autoround_version": "0.5.1", "iters": 1000, "low_gpu_mem_usage": True, "nsamples": 512,
     "packing_format": "auto_round:auto_gptq", "block_name_to_quantize": "model.layers",
 }  # fmt: skip
+ROUND_MX = {
+    **ROUND, "data_type": "mx_fp", "group_size": 32, "act_bits": 4, "act_data_type": "mx_fp",
+    "packing_format": "auto_round:mx_fp",
+}  # fmt: skip
+ROUND_E4M3 = {
+    **ROUND, "data_type": "fp8", "bits": 8, "group_size": -1, "act_bits": 8, "act_dynamic": False,
+    "fmt": "e4m3", "packing_format": "auto_round:fp8_static",
+}  # fmt: skip
 BNB = {
     "quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False,
     "_load_in_4bit": True, "_load_in_8bit": False, "bnb_4bit_compute_dtype": "bfloat16",
@@ -126,6 +134,18 @@ READ: dict[str, tuple[Any, tuple[str, int, tuple[int, int] | None]]] = {
     "AutoRound as AWQ": (
         {**ROUND, "packing_format": "auto_round:auto_awq", "sym": False}, ("awq", 4, (1, 128))
     ),
+    "AutoRound MXFP4": (ROUND_MX, ("mxfp4-packed", 4, (1, 32))),
+    "AutoRound MXFP8": (
+        {**ROUND_MX, "bits": 8, "data_type": "mx_fp_rceil", "packing_format": "auto_round:mxfp8"},
+        ("scaled", 8, (1, 32)),
+    ),
+    "AutoRound NVFP4": (
+        {**ROUND_MX, "data_type": "nv_fp4_with_static_gs", "group_size": 16,
+         "packing_format": "auto_round:nvfp4"},
+        ("nvfp4-packed", 4, (1, 16)),
+    ),
+    "AutoRound e4m3": (ROUND_E4M3, ("scaled", 8, (1, 0))),
+    "AutoRound e4m3 of a tensor": ({**ROUND_E4M3, "group_size": 0}, ("scaled", 8, (0, 0))),
     "INC": ({**ROUND, "quant_method": "inc"}, ("gptq", 4, (1, 128))),
     "W4A16": (compressed(INT4, "pack-quantized"), ("packed", 4, (1, 128))),
     "W4A16, ordered in quantization alone": (
@@ -307,7 +327,19 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "other words": ({**GPTQ, "pack_dtype": "int16"}, "pack_dtype"),
     "bitblas in order": ({**GPTQ, "is_bitblas_format": True, "desc_act": True}, "desc_act"),
     "exllama": ({**AWQ, "version": "exllama"}, "version"),
-    "AutoRound NVFP4": ({**ROUND, "data_type": "nv_fp"}, "data_type"),
+    "AutoRound NVFP4 of 32": (
+        {**ROUND_MX, "data_type": "nv_fp", "packing_format": "auto_round:nv_fp"}, "group_size"
+    ),
+    "AutoRound MXFP6": ({**ROUND_MX, "bits": 6}, "bits"),
+    "AutoRound of integers in MXFP4's parts": ({**ROUND_MX, "data_type": "mx_int"}, "data_type"),
+    "AutoRound MXFP4 for others": (
+        {**ROUND_MX, "packing_format": "auto_round:llm_compressor"}, "packing_format"
+    ),
+    "AutoRound e5m2": ({**ROUND_E4M3, "fmt": "e5m2"}, "fmt"),
+    "AutoRound e4m3 of blocks": ({**ROUND_E4M3, "group_size": [128, 128]}, "group_size"),
+    "AutoRound of floats beside integers": (
+        {**ROUND, "extra_config": {"model.layers.0": {"data_type": "mx_fp"}}}, "data_type"
+    ),
     "AutoRound for others": (
         {**ROUND, "packing_format": "auto_round:llm_compressor"}, "packing_format"
     ),

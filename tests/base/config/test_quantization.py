@@ -270,6 +270,29 @@ def test_auto_round_says_which_modules_differ() -> None:
         read({"quant_method": "auto-round", **awq})
 
 
+def test_auto_round_mixes_floats_of_two_sizes() -> None:
+    extra = {
+        "model.layers.1.mlp.up_proj": {"bits": 8, "data_type": "mx_fp", "act_bits": 8},
+        "model.layers.0.mlp.up_proj": {"bits": 16},
+    }
+    quantization = read(
+        {"quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": True, "act_bits": 4,
+         "data_type": "mx_fp", "packing_format": "auto_round:mx_fp", "extra_config": extra}
+    )  # fmt: skip
+    assert quantization is not None and quantization.of("model.layers.0.mlp.up_proj") is None
+    up = quantization.of("model.layers.1.mlp.up_proj")
+    assert up is not None and (up.arrangement, up.bits, up.group) == ("scaled", 8, (1, 32))
+    down = quantization.of("model.layers.1.mlp.down_proj")
+    assert down is not None and (down.arrangement, down.bits) == ("mxfp4-packed", 4)
+    assert down.activations is not None and up.activations is not None
+    assert (down.activations.bits, up.activations.bits) == (4, 8)
+
+
+def test_quip_is_refused_where_its_config_says_so() -> None:
+    with pytest.raises(CheckpointError, match="QuIP#"):
+        stored_quantization({"quip_params": {"codebook": "E8P12"}}, "config.json")
+
+
 QUARK_FP8 = {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}}
 QUARK_FP4 = {
     "weight": {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0"}

@@ -253,3 +253,56 @@ def test_rows_of_bitblas(bits: int, scheme: str, tmp_path: Path) -> None:
     stored["module.qweight"] = stored["module.qweight"].view(2, 16, -1, 16)
     with pytest.raises(CheckpointError, match=r"tiles of a GPU's own \(propagate_b\) are not read"):
         open_weight(tmp_path, config, stored)
+
+
+def auto_round_stored(kind: str) -> tuple[Stored, dict[str, Any], torch.Tensor]:
+    generator = torch.Generator().manual_seed(9)
+    outputs, inputs = 12, 128
+    group = {"mx_fp4": 32, "mx_fp8": 32, "nv_fp": 16, "fp8": inputs}[kind]
+    bits = 4 if kind in ("mx_fp4", "nv_fp") else 8
+    config = {
+        "quant_method": "auto-round",
+        "bits": bits,
+        "group_size": group,
+        "data_type": kind,
+        "sym": True,
+    }
+    if bits == 4:
+        values = torch.randint(0, 16, (outputs, inputs), generator=generator)
+        levels = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+        numbers = levels[values & 7] * (1 - 2 * (values >> 3))
+        stored = {"module.weight_packed": (values[:, 1::2] << 4 | values[:, ::2]).to(torch.uint8)}
+    else:
+        stored = {
+            "module.weight": torch.randn(outputs, inputs, generator=generator).to(
+                torch.float8_e4m3fn
+            )
+        }
+        numbers = stored["module.weight"].float()
+    if kind.startswith("mx"):
+        powers = torch.randint(120, 132, (outputs, inputs // group), generator=generator)
+        stored["module.weight_scale"] = powers.to(torch.uint8)
+        scales = 2.0 ** (powers - 127)
+    elif kind == "nv_fp":
+        scales = torch.randint(1, 9, (outputs, inputs // group), generator=generator).float()
+        stored["module.weight_scale"] = scales.to(torch.float8_e4m3fn)
+        stored["module.weight_global_scale"] = torch.tensor([320.0])
+        stored["module.input_global_scale"] = torch.tensor([64.0])
+        scales = scales / 320
+    else:
+        stored["module.weight_scale"] = torch.rand(outputs, generator=generator).bfloat16()
+        stored["module.input_scale"] = torch.tensor([0.5], dtype=torch.bfloat16)
+        scales = stored["module.weight_scale"].float()[:, None]
+        config |= {"group_size": -1, "act_bits": 8, "act_dynamic": False}
+    return stored, config, numbers * scales.repeat_interleave(group, 1)
+
+
+@pytest.mark.parametrize("kind", ["mx_fp4", "mx_fp8", "nv_fp", "fp8"])
+def test_floats_of_auto_round(kind: str, tmp_path: Path) -> None:
+    stored, config, weight = auto_round_stored(kind)
+    with closing(open_weight(tmp_path, config, stored)) as source:
+        assert list(source.entries) == ["module.weight"]
+        assert_rectangles(source, "module.weight", weight)
+    del stored["module.weight_scale"]
+    with pytest.raises(CheckpointError, match=r"module\.weight_scale is missing"):
+        open_weight(tmp_path, config, stored)
