@@ -12,6 +12,7 @@ import torch
 
 from headrace.back.attention.forms import CacheForm
 from headrace.back.attention.plan import LAST, Batch, HiddenTaps
+from headrace.back.layers.adapters import AdapterSlots
 from headrace.back.layers.gains import SkipTailSpec
 from headrace.back.layers.layer_tail import LayerTailSpec, Tail
 from headrace.back.layers.mixer import Mixer, MixerSpec
@@ -195,18 +196,14 @@ class DecoderLayer:
         branch_TE, residual_TE = stream
         if self.parallel:
             return self._forward_parallel(branch_TE, residual_TE, batch, last=last)
-        after = batch.last_token_batch if last else None
-        at_N = None if after is None else batch.logits_at_N
         if self.mixer is not None:
             norm = None if self.mixer.norms else self.before_attention
             x_TE = add_norm(norm, branch_TE, residual_TE)
             if self.residual_norms:
                 residual_TE = self.residual_norms[0].norm(residual_TE)
-            handed = self.mixer.queries(x_TE, batch, at_N)
-            if after is not None and at_N is not None:
-                residual_TE, batch = residual_TE.index_select(0, at_N), after
-                if self.adapters is not None:
-                    self.adapters.take(after)
+            handed, residual_TE, batch = handed_on(
+                self.mixer, x_TE, residual_TE, batch, self.adapters, last=last
+            )
             branch_TE = self.mixer.attend_into(handed, residual_TE, batch)
             branch_TE = self._after(self.after_attention, branch_TE)
         if self.mlp is None:
@@ -228,18 +225,15 @@ class DecoderLayer:
         """Whatever reads the residual comes before what adds to it."""
         assert self.mixer is not None and self.mlp is not None, "a branch is missing"
         x_TE = add_norm(self.before_attention, branch_TE, residual_TE)
-        after = batch.last_token_batch if last else None
-        at_N = None if after is None else batch.logits_at_N
-        handed = self.mixer.queries(x_TE, batch, at_N)
-        if after is not None and at_N is not None:
-            residual_TE, batch = residual_TE.index_select(0, at_N), after
-            x_TE = x_TE.index_select(0, at_N)
-            if self.adapters is not None:
-                self.adapters.take(after)
+        handed, residual_TE, rest = handed_on(
+            self.mixer, x_TE, residual_TE, batch, self.adapters, last=last
+        )
+        if rest is not batch:
+            x_TE = x_TE.index_select(0, batch.logits_at_N)
         if self.before_mlp is not None:
             x_TE = self.before_mlp.norm(residual_TE)
         mlp_TE = self._after(self.after_mlp, self.mlp.forward_into(x_TE, residual_TE))
-        branch_TE = self.mixer.attend_into(handed, residual_TE, batch)
+        branch_TE = self.mixer.attend_into(handed, residual_TE, rest)
         return sum_branches(self._after(self.after_attention, branch_TE), mlp_TE), residual_TE
 
     def _after(self, norm: BlockNorm | None, branch_TE: Branch) -> Branch:
@@ -250,6 +244,27 @@ class DecoderLayer:
         if self.branch_scale != 1.0:
             branch_TE = branch_TE * self.branch_scale
         return branch_TE
+
+
+def handed_on(
+    mixer: Mixer[Any],
+    x_TE: torch.Tensor,
+    residual_TE: torch.Tensor,
+    batch: Batch,
+    adapters: AdapterSlots | None,
+    *,
+    last: bool,
+) -> tuple[Any, torch.Tensor, Batch]:
+    """A mixer's queries, and the residual and the batch that its layer goes on with: those of the
+    last tokens where no later layer writes a cache."""
+    after = batch.last_token_batch if last else None
+    at_N = None if after is None else batch.logits_at_N
+    handed = mixer.queries(x_TE, batch, at_N)
+    if after is None or at_N is None:
+        return handed, residual_TE, batch
+    if adapters is not None:
+        adapters.take(after)
+    return handed, residual_TE.index_select(0, at_N), after
 
 
 def at_last_tokens(

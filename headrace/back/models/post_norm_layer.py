@@ -13,7 +13,7 @@ from headrace.back.layers.mlp import FeedForwardPlace, FeedForwardSpec
 from headrace.back.layers.norm import NormSpec
 from headrace.back.layers.residual import add_norm
 from headrace.back.layers.scope import Scope
-from headrace.back.models.decoder_layer import DecoderSizes, Stream
+from headrace.back.models.decoder_layer import DecoderSizes, Stream, handed_on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,13 +55,9 @@ class PostNormLayer:
     def forward(self, stream: Stream, batch: Batch, *, last: bool) -> Stream:
         """See Layer. It leaves no branch."""
         residual_TE = add_norm(None, *stream)
-        after = batch.last_token_batch if last else None
-        at_N = None if after is None else batch.logits_at_N
-        handed = self.mixer.queries(residual_TE, batch, at_N)
-        if after is not None and at_N is not None:
-            residual_TE, batch = residual_TE.index_select(0, at_N), after
-            if self._adapters is not None:
-                self._adapters.take(after)
+        handed, residual_TE, batch = handed_on(
+            self.mixer, residual_TE, residual_TE, batch, self._adapters, last=last
+        )
         branch_TE = self.mixer.attend_into(handed, residual_TE, batch)
         residual_TE = add_norm(self._norms[0], branch_TE, residual_TE)
         branch_TE = self._feed_forward.forward_into(residual_TE, residual_TE)

@@ -20,7 +20,7 @@ from headrace.back.layers.residual import add_norm
 from headrace.back.layers.rope import read_rope
 from headrace.back.layers.scope import Scope
 from headrace.back.models.blocks import Decoder, DecoderSpec, plain_attention, read_sizes
-from headrace.back.models.decoder_layer import DecoderSizes, Stream
+from headrace.back.models.decoder_layer import DecoderSizes, Stream, handed_on
 from headrace.back.parallel.collectives import Partial
 from headrace.base.config.hf import ConfigReader
 
@@ -122,14 +122,10 @@ class EarlyChoiceLayer:
     def forward(self, stream: Stream, batch: Batch, *, last: bool) -> Stream:
         """See Layer."""
         branch_TE, residual_TE = stream
-        after = batch.last_token_batch if last else None
-        at_N = None if after is None else batch.logits_at_N
         x_TE = add_norm(self._before_attention, branch_TE, residual_TE)
-        handed = self.mixer.queries(x_TE, batch, at_N)
-        if after is not None and at_N is not None:
-            residual_TE, batch = residual_TE.index_select(0, at_N), after
-            if self._adapters is not None:
-                self._adapters.take(after)
+        handed, residual_TE, batch = handed_on(
+            self.mixer, x_TE, residual_TE, batch, self._adapters, last=last
+        )
         chosen = self._mixture.routes(residual_TE)
         branch_TE = self.mixer.attend_into(handed, residual_TE, batch)
         x_TE = add_norm(self._before_mlp, branch_TE, residual_TE)
