@@ -24,6 +24,21 @@ def test_routing_equals_the_reference(name):
     assert route.OP.error(triton_route.KERNEL, route_problem(name, DEVICE)) <= 1e-5
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter
+@pytest.mark.parametrize("name", ["Qwen", "DeepSeek-V2", "DeepSeek-V4", "Phi-3.5-MoE"])
+def test_rows_of_nan_choose_experts_that_exist(name):
+    """BEY-26: rows of padding may hold anything; what reads a weight by the number stays within it."""
+    problem = route_problem(name, DEVICE)
+    logits_TG = torch.full((3, problem.columns), float("nan"), device=DEVICE)
+    logits_TG[1] = torch.linspace(-1.0, 1.0, problem.columns)
+    bias_X = torch.zeros(problem.experts, device=DEVICE) if problem.bias else None
+    expert_TK, _ = triton_route.bind(problem, bias_X)(logits_TG)
+    routed_TK = expert_TK[:, : problem.top_k]
+    assert routed_TK.min() >= 0 and routed_TK.max() < problem.experts
+    expected_TK, _ = route.bind_reference(problem, bias_X)(logits_TG[1:2])
+    assert torch.equal(expert_TK[1:2], expected_TK)
+
+
 CASES = [
     ("silu", False),
     ("gelu_tanh", True),

@@ -23,11 +23,12 @@ MAX_GROUPS = 32
 
 
 @triton.jit
-def _best(b_values, o_values, NONE: tl.constexpr):
-    """Index of the largest value, the lower among equals; the first where there is none."""
+def _best(b_values, o_values, COUNT: tl.constexpr):
+    """Index of the largest value, the lower among equals; the last of COUNT where there is none, as
+    in rows of nan, of which padding may be: what reads weights by it stays within them."""
     best = tl.max(b_values, axis=0)
-    index = tl.min(tl.where(b_values == best, o_values, NONE), axis=0)
-    return tl.minimum(index, NONE - 1)
+    index = tl.min(tl.where(b_values == best, o_values, COUNT), axis=0)
+    return tl.minimum(index, COUNT - 1)
 
 
 @triton.jit
@@ -90,7 +91,7 @@ def route_kernel(
     b_expert = tl.zeros([K], tl.int32)
     b_weight = tl.full([K], float("-inf") if SOFTMAX_CHOSEN else 0.0, tl.float32)
     for k in tl.static_range(TOP_K):
-        chosen = _best(b_choice, o_x, NONE)
+        chosen = _best(b_choice, o_x, X)
         b_from = b_logits if SOFTMAX_CHOSEN else b_score
         value = tl.sum(tl.where(o_x == chosen, tl.where(m_x, b_from, 0.0), 0.0), axis=0)
         if CHOSEN_SIGMOID:
