@@ -6,12 +6,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
+
 _state = [True]
 
 
 def are_launched() -> bool:
     """False while kernels are only compiled."""
     return _state[-1]
+
+
+def written(index: torch.Tensor) -> torch.Tensor:
+    """Indices that a kernel gave, or zeros where it was not launched."""
+    return index if are_launched() else torch.zeros_like(index)
 
 
 @contextmanager

@@ -40,7 +40,7 @@ from headrace.back.kernels.draft_rows.op import (
     DraftInputs,
     DraftRowsProblem,
 )
-from headrace.back.kernels.launches import are_launched
+from headrace.back.kernels.launches import written
 from headrace.back.kernels.norm_columns.op import OP as NORM_COLUMNS
 from headrace.back.kernels.norm_columns.op import NormColumnsProblem
 from headrace.back.kernels.op import decisions
@@ -263,7 +263,7 @@ class NetworkDrafter:
     def _top(self, hidden_RE: torch.Tensor, draft: int) -> torch.Tensor:
         """Tokens that the next pass reads: while kernels are only compiled, they are none."""
         token_R = self._network.top(hidden_RE, draft)
-        return token_R if are_launched() else torch.zeros_like(token_R)
+        return written(token_R)
 
     def _block_pass(
         self,
