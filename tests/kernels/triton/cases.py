@@ -449,6 +449,27 @@ def _fp8(group: int | None, tokens: int, **more: object) -> Callable[[], object]
     return call
 
 
+def _one_of_bytes(group: int | None, **more: object) -> Callable[[], object]:
+    """A token times a weight of e4m3 numbers, by the kernel of Hopper."""
+
+    def call() -> object:
+        problem = linear_fp8.LinearFp8Problem(
+            device="cpu", dtype=BF16, outputs=1024, inputs=4096, group=group, **more
+        )
+        sample = linear_fp8.sample_of(problem, (1,))
+        weight, bias, norm = sample.weights
+        x, residual = sample.arguments
+        gemm = Gemm(
+            weight_OI=weight.values_OI, scales_OG=weight.scales_OG, group=group or 4096,
+            bias_O=bias, norm_I=norm, eps=problem.eps or 0.0, activation=problem.activation or "",
+            add=problem.add,
+        )  # fmt: skip
+        y = torch.empty(1, problem.results, dtype=BF16) if residual is None else residual
+        return launcher(gemm, ONE_OF_BYTES, 1)(x, y)
+
+    return call
+
+
 def _int4(tokens: int, group: int | None = 128, **more: object) -> Callable[[], object]:
     """A layer with a weight of 4-bit integers, by the kernels of any GPU."""
 
@@ -527,6 +548,7 @@ GEMV = GemmPlan(kernel="gemv", n=2, k=2048, warps=8)
 SKINNY = GemmPlan(kernel="skinny", n=32, k=128, warps=4, stages=4, prefetch=2)
 SPLIT = GemmPlan(kernel="skinny", n=64, k=128, warps=4, stages=4, split=4)
 SWAPPED = GemmPlan(kernel="skinny", n=64, k=128, warps=4, stages=4, split=2, swap=True)
+ONE_OF_BYTES = GemmPlan(kernel="gemv_bytes", n=4, k=2048, warps=4)
 STREAM = GemmPlan(kernel="stream", n=64, k=128, warps=4, stages=4)
 WIDE = [
     GemmPlan(kernel="wide", m=m, n=192, k=64, warps=4, stages=stages, group=16)
@@ -918,6 +940,9 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("skinny act", _product(SKINNY, 16, activation="silu")),
     ("skinny split add", _product(SPLIT, 64, add=True)),
     ("skinny swapped act", _product(SWAPPED, 16, activation="silu")),
+    ("bytes act", _one_of_bytes(None, eps=1e-6, activation="silu")),
+    ("bytes in groups", _one_of_bytes(128, eps=1e-6, activation="silu", bias=True)),
+    ("bytes in groups of 32 add", _one_of_bytes(32, add=True)),
     ("stream act", _product(STREAM, 8, activation="silu")),
     ("stream add", _product(STREAM, 64, add=True)),
     *((f"wide {plan.m} act", _product(plan, 1024, activation="silu")) for plan in WIDE),
@@ -979,6 +1004,7 @@ ONLY = {
         *("int4 stream rows", "int4 stream rows of all"),
         *("int4 stream one of e2m1", "int4 stream 16 of e2m1", "int4 stream 8 of nvfp4"),
         *("int4 stream one of 16", "int4 stream 64 of 16"),
+        *("bytes act", "bytes in groups", "bytes in groups of 32 add"),
         *("stream act", "stream add", "wide 128 act", "wide 256 act"),
         *("experts fp8 Hopper", "experts fp8 Hopper in blocks", "experts fp8 Hopper of one scale"),
         *("experts int4 Hopper", "experts int4 Hopper of all", "experts mxfp4 Hopper"),

@@ -22,6 +22,7 @@ from headrace.back.kernels.linear_fp8.layout import (
 )
 from headrace.back.kernels.op import sample_generator
 from headrace.back.kernels.triton.wrap import interpreted
+from tests.kernels.triton.test_prefill import hopper_only
 
 pytestmark = [
     pytest.mark.gpu,
@@ -82,6 +83,44 @@ def test_few_tokens(plan, tokens, group, outputs, inputs, bias, eps, activation,
     plain = op.bind_reference(replace(problem, group=32), regrouped(weight), bias_O, norm_I)
     expected = plain(x, residual)
     assert error(results[0], expected) <= BOUND
+    assert torch.equal(*results)
+
+
+@hopper_only
+@pytest.mark.parametrize("n, warps", [(4, 4), (8, 2), (1, 1)])
+@pytest.mark.parametrize("group", [None, 128, 32])
+@pytest.mark.parametrize(
+    "outputs, inputs, bias, eps, activation, add",
+    [
+        (48, 256, False, None, None, False),
+        (6144, 4096, False, 1e-6, None, False),
+        (2 * 98, 2064, True, 1e-5, "silu", False),
+        (43, 1184, True, None, None, True),
+    ],
+)
+def test_one_token_by_bytes(n, warps, group, outputs, inputs, bias, eps, activation, add):
+    """Sizes that steps of 512 inputs a warp do not divide, outputs that programs do not; memory
+    beside the tensors is not read into the result, and twice come the same bits."""
+    problem = problem_of(
+        outputs, inputs, group=group, bias=bias, eps=eps, activation=activation, add=add
+    )
+    sample = op.sample_of(problem, (1,))
+    weight, bias_O, norm_I = sample.weights
+    x, residual = sample.arguments
+    gemm = Gemm(
+        weight_OI=weight.values_OI, scales_OG=weight.scales_OG, group=group or inputs, bias_O=bias_O,
+        norm_I=norm_I, eps=eps or 0.0, activation=activation or "", add=add,
+    )  # fmt: skip
+    plan = GemmPlan(kernel="gemv_bytes", n=n, k=512 * warps, warps=warps)
+    results = []
+    for _ in range(2):
+        y = torch.full((1, problem.results), float("nan"), device=DEVICE, dtype=DTYPE)
+        if residual is not None:
+            y.copy_(residual)
+        launcher(gemm, plan, 1)(x, y)
+        results.append(y)
+    plain = op.bind_reference(replace(problem, group=32), regrouped(weight), bias_O, norm_I)
+    assert error(results[0], plain(x, residual)) <= BOUND
     assert torch.equal(*results)
 
 

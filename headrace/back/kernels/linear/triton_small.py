@@ -1,5 +1,5 @@
-"""Chooses and launches our kernels of GEMMs by table.py: triton_gemv.py, triton_skinny.py,
-triton_stream.py and triton_wide.py."""
+"""Chooses and launches our kernels of GEMMs by table.py: triton_gemv.py, triton_gemv_bytes.py,
+triton_skinny.py, triton_stream.py and triton_wide.py."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 import triton
 
 from headrace.back.kernels.gated_act.triton_gated_act import ACTIVATIONS
-from headrace.back.kernels.linear import stream, wide
+from headrace.back.kernels.linear import gemv_bytes, stream, wide
 from headrace.back.kernels.linear.table import (
     MAX_TOKENS,
     GemmPlan,
@@ -233,6 +233,14 @@ def _gemv(gemm: Gemm, plan: GemmPlan, tokens: int) -> Launch:
     return run
 
 
+def _gemv_bytes(gemm: Gemm, plan: GemmPlan, tokens: int) -> Launch:
+    assert tokens == 1 and gemm.scales_OG is not None and gemm.minima_OG is None, tokens
+    return gemv_bytes.bind(
+        gemm.weight_OI, gemm.scales_OG, gemm.bias_O, gemm.norm_I, group=gemm.group, eps=gemm.eps,
+        gated=bool(gemm.activation), add=gemm.add, n=plan.n, warps=plan.warps,
+    )  # fmt: skip
+
+
 def skinny_launcher(gemm: Gemm, plan: GemmPlan, tokens: int) -> LaunchScaled:
     """The launch of "skinny", for tokens of e4m3 numbers too: with their scales as third."""
     m, tiles = max(16, tokens), triton.cdiv(gemm.results, plan.n)
@@ -287,4 +295,7 @@ def _wide(gemm: Gemm, plan: GemmPlan, tokens: int) -> Launch:
     return wide.bind(gemm.weight_OI, m=plan.m, group=plan.group)
 
 
-_KINDS = {"gemv": _gemv, "skinny": skinny_launcher, "stream": _stream, "wide": _wide}
+_KINDS = {
+    "gemv": _gemv, "gemv_bytes": _gemv_bytes, "skinny": skinny_launcher, "stream": _stream,
+    "wide": _wide,
+}  # fmt: skip

@@ -1,8 +1,8 @@
-"""Which kernel serves how many tokens of a weight of e4m3 numbers: one token gemv (with the norm;
-it turns the numbers into floats in registers), up to 64 skinny (both of kernels/linear), by tokens
-of e4m3 numbers but where 32 inputs share a scale, more the library's scaled GEMM, or ours where
-that has none; of 32 inputs a scale the library's GEMM of floats, with the weight dequantized before
-it."""
+"""Which kernel serves how many tokens of a weight of e4m3 numbers: one token gemv, or on Hopper
+gemv_bytes (with the norm; they turn the numbers into floats in registers), up to 64 skinny (all of
+kernels/linear), by tokens of e4m3 numbers but where 32 inputs share a scale, more the library's
+scaled GEMM, or ours where that has none; of 32 inputs a scale the library's GEMM of floats, with
+the weight dequantized before it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from headrace.back.kernels.fused_linear.triton_around import (
     refusal_of,
     result_for,
 )
-from headrace.back.kernels.linear import triton_scaled_gemm, triton_scaled_rows
+from headrace.back.kernels.linear import gemv_bytes, triton_scaled_gemm, triton_scaled_rows
 from headrace.back.kernels.linear.dequantized import bind_dequantized
 from headrace.back.kernels.linear.scaled_rows import FLOAT8, ScaledRows
 from headrace.back.kernels.linear.table import BUSY, MOST_SPLIT_TILES, GemmPlan, padded
@@ -57,10 +57,15 @@ SCALES_SIDE_BY_SIDE = 4
 Multiply = Callable[[ScaledRows], torch.Tensor]
 
 
-def plan_of(outputs: int, inputs: int, tokens: int, *, gated: bool, sms: int) -> GemmPlan:
+def plan_of(
+    outputs: int, inputs: int, tokens: int, *, gated: bool, sms: int, by_bytes: bool = False
+) -> GemmPlan:
     """The plan for a padded number of tokens up to 64: of one, what an H200 took least time for
-    (benchmarks/h200/quantized.md); of more, tiles as of bfloat16 weights by rule (linear/table.py),
-    of as many inputs a step as those have bytes."""
+    (benchmarks/h200/quantized.md), `by_bytes` where linear/gemv_bytes.py serves; of more, tiles as
+    of bfloat16 weights by rule (linear/table.py), of as many inputs a step as those have bytes."""
+    if tokens == 1 and by_bytes:
+        n, warps = (8, 2) if outputs <= 4096 else (4, 4)
+        return GemmPlan(kernel="gemv_bytes", n=n, k=512 * warps, warps=warps)
     if tokens == 1:
         if inputs > 8192:
             return GemmPlan(kernel="gemv", n=4, k=2048, warps=4, prefetch=2)
@@ -111,9 +116,12 @@ def bind(
         plain = after_norm(norm, _dequantized(behind, weight, bias_O))
 
     def planned(tokens: int) -> GemmPlan:
-        sms = gemm_device_of(weight.values_OI.device).sms
-        gated = problem.activation is not None
-        return plan_of(weight.outputs, weight.inputs, tokens, gated=gated, sms=sms)
+        values_OI, activation = weight.values_OI, problem.activation or ""
+        return plan_of(
+            weight.outputs, weight.inputs, tokens, gated=bool(activation),
+            sms=gemm_device_of(values_OI.device).sms,
+            by_bytes=gemv_bytes.unfit(values_OI, several.group, activation) is None,
+        )  # fmt: skip
 
     @cache
     def launch_of(tokens: int) -> Launch:
