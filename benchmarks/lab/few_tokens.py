@@ -157,7 +157,7 @@ def q4_k(until: float) -> None:
                 for _ in range(copies(weight.num_bytes))
             ]  # fmt: skip
             floor_us = weight.num_bytes / BYTES_PER_S * 1e6
-            taken = plan_of_int4(tokens, gated=problem.activation is not None)
+            taken = plan_of_int4(tokens, gated=problem.activation is not None, group=32)
             plans = [taken, *(replace(taken, depth=0, **one) for one in OF_LAYERS)]
             for plan in plans:
                 if time.monotonic() > until:

@@ -23,7 +23,7 @@ from headrace.back.kernels.fused_linear.triton_around import (
 from headrace.back.kernels.linear.dequantized import bind_dequantized, room_for
 from headrace.back.kernels.linear.table import padded
 from headrace.back.kernels.linear_int4 import stream, triton_tiles_int4
-from headrace.back.kernels.linear_int4.layout import GROUPS, ROWS, Int4Weight, scales_of
+from headrace.back.kernels.linear_int4.layout import BLOCK, GROUPS, ROWS, Int4Weight, scales_of
 from headrace.back.kernels.linear_int4.op import (
     CHECKED_ROWS,
     INT8_FROM,
@@ -68,10 +68,15 @@ PLANS: dict[int, tuple[StreamPlan, StreamPlan]] = {
 """By the most tokens, without an activation and with one: the best over the layers of Qwen3-8B on
 an H200 (benchmarks/h200/quantized.md)."""
 MANY = StreamPlan(stages=3, per_sm=1, tokens=MOST_TOKENS)
+ONE_IN_SMALL_GROUPS = StreamPlan(stages=3, per_sm=4, tokens=1)
+"""Of one token where triton_rows_int4.py does not serve (benchmarks.lab.few_tokens, Q4_K: 26.6 us
+for gates and ups, 37.6 by two programs of a multiprocessor)."""
 
 
-def plan_of(tokens: int, *, gated: bool) -> StreamPlan:
-    """The plan for a padded number of tokens."""
+def plan_of(tokens: int, *, gated: bool, group: int | None) -> StreamPlan:
+    """The plan for a padded number of tokens of a weight with such groups."""
+    if tokens == 1 and group not in (None, BLOCK):
+        return ONE_IN_SMALL_GROUPS
     for most, both in PLANS.items():
         if tokens <= most:
             return replace(both[gated], tokens=tokens)
@@ -106,7 +111,7 @@ def bind(
     @cache
     def launch_of(tokens: int) -> stream.Launch:
         gated = problem.activation is not None
-        plan = plan_of(tokens, gated=gated)
+        plan = plan_of(tokens, gated=gated, group=weight.group)
         return stream.bind(one if tokens == 1 else several, plan)
 
     def tiles(x_TI: torch.Tensor, y_TY: torch.Tensor) -> None:
@@ -149,7 +154,7 @@ def _int8_rows(
 def _streams(problem: LinearInt4Problem, gemm: Int4Gemm) -> bool:
     if problem in _skipped or stream.unfit(gemm) is not None:
         return False
-    plan = plan_of(1, gated=bool(gemm.activation))
+    plan = plan_of(1, gated=bool(gemm.activation), group=gemm.weight.group)
     return stream.shared_bytes(gemm, plan) <= shared_bytes()
 
 
