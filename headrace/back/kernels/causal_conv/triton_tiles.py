@@ -26,10 +26,8 @@ from headrace.back.kernels.gated_scan.op import ScanRows
 from headrace.back.kernels.gated_scan.triton_gated_scan import row_tokens
 from headrace.back.kernels.op import Kernel, PlanCheck
 from headrace.back.kernels.triton.grid import enter
-from headrace.back.kernels.triton.wrap import interpreted, launch
+from headrace.back.kernels.triton.wrap import launch
 
-HAS_RUN = False
-"""Whether it has run on a GPU; until then it is chosen in the interpreter alone."""
 TOKENS = 16
 TILE = 128
 
@@ -123,10 +121,4 @@ def _plans(problem: CausalConvProblem) -> list[PlanCheck]:
     ]
 
 
-def _supports(problem: CausalConvProblem) -> str | None:
-    if not (HAS_RUN or interpreted()):
-        return "has not been run on a GPU"
-    return supports(problem)
-
-
-KERNEL = Kernel(name="triton tiles", supports=_supports, bind=bind, plans=_plans)
+KERNEL = Kernel(name="triton tiles", supports=supports, bind=bind, plans=_plans)

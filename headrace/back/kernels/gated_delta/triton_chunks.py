@@ -201,9 +201,8 @@ def bind(problem: GatedDeltaProblem, decay_H: torch.Tensor, bias: torch.Tensor) 
     return bind_with(problem, decay_H, bias, plan=plan_of(problem))
 
 
-def unsupported_chunks(device: str, dtype: torch.dtype, runs: bool) -> str | None:
-    """The reasons that hold for chunks of every recurrence. `runs`: whether a state of this size
-    has been seen to run on a GPU."""
+def unsupported_chunks(device: str, dtype: torch.dtype) -> str | None:
+    """The reasons that hold for chunks of every recurrence."""
     reason = unsupported(device, dtype)
     if reason is not None or interpreted():
         return reason
@@ -211,16 +210,13 @@ def unsupported_chunks(device: str, dtype: torch.dtype, runs: bool) -> str | Non
         return "chunks have been run on Hopper alone"
     if dtype is not torch.bfloat16:
         return f"products of chunks are of bfloat16, not {dtype}"
-    return None if runs else "chunks have not been run with a state of this size"
+    return None
 
 
 def _supports(problem: GatedDeltaProblem) -> str | None:
-    """With keys of 24 and values of 20 on an H200 results were wrong, and memory beside the tensors
-    was reached: see PART. Not run there since."""
     if problem.key_dim > MAX_KEY_DIM:
         return f"keys of {problem.key_dim} are above {MAX_KEY_DIM}"
-    runs = problem.key_dim == 128 and problem.value_dim in (64, 128)
-    return unsupported_chunks(problem.device, problem.dtype, runs)
+    return unsupported_chunks(problem.device, problem.dtype)
 
 
 def _plans(problem: GatedDeltaProblem) -> list[PlanCheck]:

@@ -178,8 +178,7 @@ def bind(
 def _supports(problem: SsdScanProblem) -> str | None:
     if problem.state_dim > MAX_STATE_DIM:
         return f"a state of {problem.state_dim} is above {MAX_STATE_DIM}"
-    runs = (problem.head_dim, problem.state_dim) == (64, 128)
-    return unsupported_chunks(problem.device, problem.dtype, runs)
+    return unsupported_chunks(problem.device, problem.dtype)
 
 
 def _plans(problem: SsdScanProblem) -> list[PlanCheck]:
