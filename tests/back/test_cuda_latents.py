@@ -85,7 +85,6 @@ def test_whole_prompts_are_expanded_in_recorded_steps(
     checkpoint: Path, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """KRN-06: prompts beside decodes, and behind a first chunk that another step had; the third time all replayed."""
-    monkeypatch.setattr(exact_steps, "RECORDS_WHOLE_PROMPTS", True)
     monkeypatch.setattr(exact_steps, "LEAST_WHOLE", 24)
     tested = started(checkpoint, device, "bfloat16")
     reference = started(checkpoint, "cpu", "float32")

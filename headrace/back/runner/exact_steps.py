@@ -27,11 +27,6 @@ from headrace.back.sampling.in_step import SamplerInput
 from headrace.base.config.resolved import Decision
 from headrace.base.wire.step import RecordedGraphs, StepPlan
 
-RECORDS_WHOLE_PROMPTS = False
-"""Whether steps whose prompts begin in them are recorded, where a kernel can attend to what it
-expands from latents (layers/latent_expansion.py), and not run by themselves from host_pairs on.
-Off: on an H200 some rows of DeepSeek-V2-Lite were not finite before padding was left out, which has
-not run there since (benchmarks/h200/mixtures.md)."""
 LEAST_WHOLE = 256
 """Tokens of such prompts, on average over the tokens, from which on they are expanded in recorded
 steps: of fewer the products of expansion take as long as they spare."""
@@ -146,7 +141,7 @@ def whole_prompts(shape: StepShape) -> bool:
     counts = [end - start for start, end in pairwise(starts)]
     whole = counts == shape.kv_len[shape.num_decodes :].tolist()
     enough = 0 < LEAST_WHOLE * sum(counts) <= shape.prompt_pairs
-    return RECORDS_WHOLE_PROMPTS and whole and enough
+    return whole and enough
 
 
 def build_batch(
