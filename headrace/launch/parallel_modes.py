@@ -23,8 +23,9 @@ from headrace.launch.feature_pairs import (
 from headrace.launch.model_facts import ModelFacts
 from headrace.launch.rank_modes import EXPERTS, FOLLOWING, SHARED, beside_ranks, with_modes
 
-ON_GPUS = False
-"""Whether stages and parts of sequences may lie on GPUs: off, as they have run on CPUs alone."""
+_ON_GPUS = ShownPair(
+    "e2e/test_pipeline_on_gpus.py::test_stages_and_parts_give_the_tokens_of_one_device"
+)
 TENSOR, PIPELINE, REPLICAS = "tensor parallelism", "pipeline parallelism", "replicas"
 EXPERT, CONTEXT, SEQUENCE = EXPERTS.name, SHARED.name, "sequence parallelism"
 _REPLICAS = ShownPair(
@@ -102,11 +103,11 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         name="GPUs",
         option="--device cuda",
-        wanted=lambda start: start.engine.device.device == "cuda" and not ON_GPUS,
+        wanted=lambda start: start.engine.device.device == "cuda",
         beside={
             TENSOR: ShownPair("back/test_cuda.py::test_several_devices_give_the_tokens_of_one"),
-            PIPELINE: RefusedPair("the steps of stages have run on CPUs alone"),
-            SEQUENCE: RefusedPair("it has run on CPUs alone"),
+            PIPELINE: _ON_GPUS,
+            SEQUENCE: _ON_GPUS,
         },
     ),
     Feature(

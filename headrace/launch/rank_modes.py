@@ -14,6 +14,7 @@ _EXPERT_RANKS = ShownPair(
 _MODELS = "back/parallel/test_context.py::"
 MOVING = "experts that follow their loads"
 _SAME_EXPERTS = UnshownPair("ranks add up what they do without it")
+_ON_GPUS = ShownPair("e2e/test_ranks_on_gpus.py::test_ranks_on_gpus_write_what_one_writes")
 _SAME_CONTEXT = UnshownPair("it is blind to where a token's keys lie")
 _OF_EXPERTS: Mapping[str, Entry] = {
     "tensor parallelism": ShownPair(
@@ -21,7 +22,7 @@ _OF_EXPERTS: Mapping[str, Entry] = {
     ),
     "pipeline parallelism": ShownPair("e2e/test_pipeline.py::test_stages_answer_as_one_worker"),
     "decode context parallelism": _EXPERT_RANKS,
-    "GPUs": UnshownPair("kernels check slots without an expert at start; it takes several GPUs"),
+    "GPUs": _ON_GPUS,
     MOVING: _EXPERT_RANKS,
     "drafts by prompt lookup": _EXPERT_RANKS,
     "drafters with weights": _EXPERT_RANKS,
@@ -40,7 +41,7 @@ _OF_CONTEXT: Mapping[str, Entry] = {
     "pipeline parallelism": RefusedPair("stages have not been made to share out their caches"),
     "expert parallelism": _EXPERT_RANKS,
     MOVING: _EXPERT_RANKS,
-    "GPUs": RefusedPair("its steps have run on CPUs alone"),
+    "GPUs": _ON_GPUS,
     "prefix cache, prompts in chunks, preemption": ShownPair(
         "e2e/test_shared_context.py::test_ranks_that_share_the_context_answer_as_one_worker"
     ),

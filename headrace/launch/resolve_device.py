@@ -43,7 +43,7 @@ def resolve_device(
     world = requested.tensor_parallel * requested.pipeline_parallel
     ranks = world * most_replicas(requested)
     _check_devices(requested, kind, machine, world)
-    _check_shares(requested, world)
+    _check_shares(requested, world, kind)
     executor = choose.pick(
         "--executor",
         requested.executor,
@@ -145,7 +145,7 @@ def _stages(requested: DeviceOptions) -> tuple[int, ...]:
     return layers
 
 
-def _check_shares(requested: DeviceOptions, world: int) -> None:
+def _check_shares(requested: DeviceOptions, world: int, kind: str) -> None:
     """ConfigError for what takes several workers, or devices of a layer."""
     if world > 1 and requested.executor == "inline":
         raise ConfigError(f"--executor inline runs one worker; {_split(requested)} needs processes")
@@ -164,6 +164,12 @@ def _check_shares(requested: DeviceOptions, world: int) -> None:
         raise ConfigError(
             f"--all2all-backend {requested.all2all_backend} sends tokens to whole experts, which devices have with "
             "--enable-expert-parallel",
+            field="all2all_backend",
+        )
+    if requested.all2all_backend == "ragged" and kind == "cuda":
+        raise ConfigError(
+            "--all2all-backend ragged reads on the host how many tokens a device gets, which recorded steps of GPUs "
+            "cannot: padded sends the same in messages of one size",
             field="all2all_backend",
         )
 

@@ -1,6 +1,4 @@
-"""PAR-05, PAR-09 on GPUs (`make test-gpu`): until this has run there, a start with stages or with parts
-of sequences on GPUs is refused (launch/parallel_modes.py: ON_GPUS), and here executors are made without
-one."""
+"""PAR-05, PAR-09 on GPUs (`make test-gpu`): stages, ranks of stages, and parts of sequences."""
 
 from __future__ import annotations
 

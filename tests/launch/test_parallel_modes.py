@@ -59,26 +59,38 @@ def test_each_cell_of_the_page_has_its_note() -> None:
             {"scheduler": {"speculative_config": {"method": "suffix"}}},
             "--speculative-config suffix: stages learn the texts",
         ),
-        ({"device": {"device": "cuda"}}, "--device cuda: the steps of stages have run on CPUs"),
     ],
 )
 def test_a_pair_that_is_refused_is_named_with_its_reason(
     groups: dict[str, Any], words: str
 ) -> None:
-    device = groups.get("device", {"device": "cpu"})
-    asked = groups | {"device": {"pipeline_parallel": 2, **device}}
-    on = CUDA if device["device"] == "cuda" else CPU
+    asked = groups | {"device": {"pipeline_parallel": 2, "device": "cpu"}}
     with pytest.raises(ConfigError, match=f"--pipeline-parallel does not go with .*{words}"):
-        resolved(on, **asked)
-    assert resolved(on, **(groups | {"device": device})) is not None
+        resolved(CPU, **asked)
+    assert resolved(CPU, **(groups | {"device": {"device": "cpu"}})) is not None
+
+
+@pytest.mark.parametrize(
+    "device",
+    [{"pipeline_parallel": 2}, {"tensor_parallel": 2, "sequence_parallel": True}, SHARED_CONTEXT],
+)
+def test_modes_that_gpus_have(device: dict[str, Any]) -> None:
+    assert resolved(CUDA, device={**device, "device": "cuda"}).engine.device.device == "cuda"
+
+
+def test_gpus_read_no_counts_between_kernels() -> None:
+    """PAR-11: recorded steps cannot."""
+    whole = {"tensor_parallel": 2, "enable_expert_parallel": True, "all2all_backend": "ragged"}
+    with pytest.raises(ConfigError, match="ragged reads on the host .*: padded sends") as caught:
+        resolved(CUDA, device={**whole, "device": "cuda"})
+    assert caught.value.field == "all2all_backend"
+    assert resolved(CPU, device={**whole, "device": "cpu"}).engine.device.expert_parallel
 
 
 def test_what_sharing_out_the_context_does_not_go_with_is_named() -> None:
     start = "--decode-context-parallel-size does not go with"
     with pytest.raises(ConfigError, match=f"{start} .*--slot-save-path: files would hold a part"):
         resolved(device=SHARED_CONTEXT, kv={"slot_save_path": "/tmp"})
-    with pytest.raises(ConfigError, match=f"{start} --device cuda"):
-        resolved(CUDA, device={**SHARED_CONTEXT, "device": "cuda"})
     with pytest.raises(ConfigError, match=f"{start} --pipeline-parallel"):
         resolved(device={**SHARED_CONTEXT, "pipeline_parallel": 2})
     found = resolved(device={**SHARED_CONTEXT, "enable_expert_parallel": True}).engine.device

@@ -89,7 +89,7 @@ class DeviceOptions(msgspec.Struct, frozen=True, kw_only=True):
         Processes,
         Meta(
             description="So many devices of --tensor-parallel, which would hold the same KV heads, share out the KV of "
-            "each sequence instead, token by token: so many times the context fits (CPU)."
+            "each sequence instead, token by token: so many times the context fits."
         ),
     ] = 1
     dcp_comm_backend: Annotated[
