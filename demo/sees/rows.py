@@ -26,7 +26,7 @@ CONTROL = (
 )  # fmt: skip
 CONTROL_ID = {name: 256 + number for number, name in enumerate(CONTROL)}
 SETTINGS = ProcessorSettings(
-    patch=8, merge=2, temporal=2, image_pixels=(96 * 96, 256 * 256), video_pixels=(64 * 64, 16 * 96 * 96),
+    patch=8, merge=2, temporal=2, image_pixels=(192 * 192, 256 * 256), video_pixels=(64 * 64, 16 * 96 * 96),
     pixels_of_all_frames=True, stamped=True, fps=2.0, min_frames=4, max_frames=16,
 )  # fmt: skip
 PATCHES = 8192
