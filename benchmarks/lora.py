@@ -65,8 +65,9 @@ class Bench:
             adapters.load_now(name, str(folder / name), trusted=True)
         self._ids = 0
 
-    def turn(self, prompts: list[np.ndarray]) -> tuple[float, float]:
-        """Milliseconds and processor milliseconds of a decode step, the median of the turn's."""
+    def turn(self, prompts: list[np.ndarray]) -> tuple[list[float], list[float]]:
+        """Seconds and processor seconds of each step that decoded all rows: of the first turn few or
+        none, as adapters come into their slots one after the other."""
         for row, prompt in enumerate(prompts):
             self._ids += 1
             adapter = self.names[row % len(self.names)] if self.names else ""
@@ -94,7 +95,7 @@ class Bench:
                 cpu.append(used)
             assert all(end.error is None for end in batch.finished), batch.finished
             left -= len(batch.finished)
-        return 1e3 * statistics.median(wall[WARM:]), 1e3 * statistics.median(cpu[WARM:])
+        return wall, cpu
 
 
 def write_adapters(
@@ -155,7 +156,8 @@ def measured(asked: argparse.Namespace) -> dict[str, Any]:
         for name, bench in benches.items():
             both = bench.turn(prompts)
             if turn:
-                turns[name].append(both)
+                wall, cpu = (1e3 * statistics.median(one[WARM:]) for one in both)
+                turns[name].append((wall, cpu))
     for bench in benches.values():
         bench.core.close()
     return {
