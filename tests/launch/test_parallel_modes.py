@@ -81,7 +81,7 @@ def test_modes_that_gpus_have(device: dict[str, Any]) -> None:
 def test_gpus_read_no_counts_between_kernels() -> None:
     """PAR-11: recorded steps cannot."""
     whole = {"tensor_parallel": 2, "enable_expert_parallel": True, "all2all_backend": "ragged"}
-    with pytest.raises(ConfigError, match="ragged reads on the host .*: padded sends") as caught:
+    with pytest.raises(ConfigError, match=r"ragged reads on the host .*: padded sends") as caught:
         resolved(CUDA, device={**whole, "device": "cuda"})
     assert caught.value.field == "all2all_backend"
     assert resolved(CPU, device={**whole, "device": "cpu"}).engine.device.expert_parallel
