@@ -101,7 +101,7 @@ class Bench:
 def write_adapters(
     spec: EngineSpec, folder: Path, names: tuple[str, ...], rank: int, targets: str
 ) -> None:
-    """Random adapters for linear layers of the model, in PEFT's layout."""
+    """Random adapters for linear layers of the model, all alike, in PEFT's layout."""
     ends = TARGETS[targets]
     model = build_without_memory(spec.model, block_tokens=spec.kv.block_tokens)
     assert model.adapters is not None
@@ -111,15 +111,17 @@ def write_adapters(
         for name, module in linear.modules.items()
         if not ends or name.endswith(ends)
     }
-    for number, name in enumerate(names):
-        generator = torch.Generator().manual_seed(number)
-        tensors = {}
-        for module, sizes in modules.items():
-            for half, shape in (("A", (rank, sizes.inputs)), ("B", (sizes.outputs, rank))):
-                values = 0.02 * torch.randn(shape, generator=generator)
-                tensors[f"base_model.model.{module}.lora_{half}.weight"] = values.bfloat16()
+    generator = torch.Generator().manual_seed(0)
+    tensors = {}
+    for module, sizes in modules.items():
+        for half, shape in (("A", (rank, sizes.inputs)), ("B", (sizes.outputs, rank))):
+            values = 0.02 * torch.randn(shape, generator=generator)
+            tensors[f"base_model.model.{module}.lora_{half}.weight"] = values.bfloat16()
+    file = folder / "adapter_model.safetensors"
+    save_file(tensors, file)
+    for name in names:  # the same numbers: how many bytes are read is what counts
         (folder / name).mkdir()
-        save_file(tensors, folder / name / "adapter_model.safetensors")
+        (folder / name / file.name).hardlink_to(file)
         config = {
             "peft_type": "LORA",
             "r": rank,

@@ -1,5 +1,5 @@
-"""PAR-01, PAR-12 on GPUs (`make test-gpu`): ranks with whole experts, and ranks that share out the KV of sequences, write
-what one GPU writes: prompts in chunks, prefixes found again, preemption, recorded steps."""
+"""PAR-01, PAR-12 on GPUs (`make test-gpu`): ranks with whole experts, and ranks that share out the KV of sequences,
+write what one GPU writes: prompts in chunks, prefixes found again, preemption, recorded steps."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 
 from headrace.back.executor.choose import make_executor
 from headrace.base.config.tree import (
@@ -18,6 +19,7 @@ from headrace.base.config.tree import (
     Options,
     SchedulerOptions,
 )
+from headrace.base.wire.request import RowSampling, StopRules
 from headrace.core.core import EngineCore
 from headrace.launch.facts import resolve_options
 from tests.e2e.test_speculation import Answer, requests_of, run
@@ -28,10 +30,12 @@ MIXTURE, DENSE = MODELS / "models" / "mixture", MODELS / "model"
 """Experts and latents; two KV heads."""
 WHOLE = {"tensor_parallel": 2, "enable_expert_parallel": True}
 SHARED = {"tensor_parallel": 2, "decode_context_parallel_size": 2}
+BOUND = 0.02
+"""Of log-probabilities, beside another order of sums."""
 
 
 def answers(model: Path, device: dict[str, Any]) -> dict[int, Answer]:
-    """In float32; the same requests twice."""
+    """Greedy rows in float32, the same requests twice."""
     ranks = device.get("decode_context_parallel_size", 1)
     tree = Options(
         device=DeviceOptions(device="cuda", **device),
@@ -40,10 +44,17 @@ def answers(model: Path, device: dict[str, Any]) -> dict[int, Answer]:
         scheduler=SchedulerOptions(max_step_tokens=24, max_running=6),
     )
     spec = resolve_options(tree).engine
+    requests = [
+        structs.replace(
+            one,
+            stop=StopRules(max_tokens=40, min_tokens=40),
+            sampling=RowSampling(temperature=0.0, logprobs=1),
+        )
+        for one in requests_of(spec, 8)
+    ]
     core = EngineCore(spec, make_executor(spec))
     try:
-        first = run(core, requests_of(spec, 8), at_once=6)
-        again = run(core, requests_of(spec, 8), at_once=6)
+        first, again = (run(core, requests, at_once=6) for _ in range(2))
         return {**first, **{len(first) + i: one for i, one in enumerate(again.values())}}
     finally:
         core.close()
@@ -71,5 +82,15 @@ def test_ranks_on_gpus_write_what_one_writes(model: Path, device: dict[str, Any]
     if torch.cuda.device_count() < device["tensor_parallel"]:
         pytest.skip(f"{device['tensor_parallel']} CUDA devices are needed")
     ours, expected = answers(model, device), alone(model)
-    same = [one.tokens == expected[id].tokens for id, one in ours.items()]
-    assert sum(same) >= len(same) - 1, same  # a near tie may fall otherwise on another device
+    agreed = [agreement(one, expected[id]) for id, one in ours.items()]
+    assert min(agreed) >= 2 and sum(agreed) >= 0.7 * 40 * len(agreed), agreed
+
+
+def agreement(ours: Answer, expected: Answer) -> int:
+    """Tokens up to the first that differs, where the two were near a tie: the best had the same
+    probability."""
+    for at, (one, other) in enumerate(zip(ours.logprobs, expected.logprobs, strict=True)):
+        assert abs(one.values[0] - other.values[0]) <= BOUND, (at, one, other)
+        if ours.tokens[at] != expected.tokens[at]:
+            return at
+    return len(expected.tokens)

@@ -58,13 +58,23 @@ Multiply = Callable[[ScaledRows], torch.Tensor]
 
 
 def plan_of(
-    outputs: int, inputs: int, tokens: int, *, gated: bool, sms: int, by_bytes: bool = False
+    outputs: int,
+    inputs: int,
+    tokens: int,
+    *,
+    gated: bool,
+    sms: int,
+    by_bytes: bool = False,
+    grouped: bool = False,
 ) -> GemmPlan:
     """The plan for a padded number of tokens up to 64: of one, what an H200 took least time for
     (benchmarks/h200/quantized.md), `by_bytes` where linear/gemv_bytes.py serves; of more, tiles as
-    of bfloat16 weights by rule (linear/table.py), of as many inputs a step as those have bytes."""
+    of bfloat16 weights by rule (linear/table.py), of as many inputs a step as those have bytes.
+    `grouped`: groups of inputs have scales of their own."""
     if tokens == 1 and by_bytes:
-        n, warps = (8, 2) if outputs <= 4096 else (4, 4)
+        n, warps = (4, 4) if outputs > 4096 else (8, 2)
+        if grouped and (gated or outputs <= 4096):
+            n, warps = (4, 8) if gated else (4, 2) if inputs > 8192 else (8, 4)
         return GemmPlan(kernel="gemv_bytes", n=n, k=512 * warps, warps=warps)
     if tokens == 1:
         if inputs > 8192:
@@ -121,6 +131,7 @@ def bind(
             weight.outputs, weight.inputs, tokens, gated=bool(activation),
             sms=gemm_device_of(values_OI.device).sms,
             by_bytes=gemv_bytes.unfit(values_OI, several.group, activation) is None,
+            grouped=weight.group is not None,
         )  # fmt: skip
 
     @cache
