@@ -40,8 +40,8 @@ SHIPPED = Path(__file__).parent / "tables"
 
 @dataclass(frozen=True, kw_only=True)
 class GemmPlan:
-    """One way to run a GEMM. `kernel` is "gemv" (one token, no tensor cores), "gemv_bytes" (the same
-    for weights of bytes, its k a matter of its warps), "skinny", "stream" or "wide".
+    """One way to run a GEMM. `kernel` is "gemv" (one token, no tensor cores), "gemv_bytes" (the
+    same for weights of bytes, its k a matter of its warps), "skinny", "stream" or "wide".
 
     m, n, k: tokens (of "wide" only) and outputs of a program and inputs of a step; split: programs
     that share the inputs of one tile of outputs (of "stream": programs of a multiprocessor); group:
