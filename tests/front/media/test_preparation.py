@@ -9,14 +9,23 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
+import torch
 
+from headrace.back.layers.rope import RopeSpec
+from headrace.back.layers.scope import Ledger, Scope
+from headrace.back.layers.vision.axes_rope import AxesRope
+from headrace.back.parallel.mesh import Mesh
 from headrace.base.config.media import MediaSpec
 from headrace.base.errors import ContextTooLong, InvalidRequest
+from headrace.base.wire.media import MediaSpan
 from headrace.front.media.preparation import MediaPreparer, MediaRequest
 from headrace.front.media.processors.families import read_media
+from headrace.front.media.prompt_vectors import VectorsPreparer
 from headrace.front.text.chat import ChatTemplate
-from headrace.front.text.media_parts import has_media
+from headrace.front.text.media_parts import NO_TOKEN, has_media
+from headrace.front.text.tokenizer import VECTORS
 from headrace.front.text.tokenizer_files import load_tokenizer
 from tests.front.media.folders import TEMPLATE, write_processors, write_tokenizer
 from tests.front.media.pictures import clip, encoded, picture
@@ -236,3 +245,52 @@ async def test_pixels_of_one_request_are_bounded_together(
         )
     # They are decoded beside each other: the one that comes last passes the bound.
     assert re.match(r"messages\[0\]\.content\[[0-3]\]", caught.value.message)
+
+
+async def test_vectors_stand_among_images_where_their_parts_do(room: Room) -> None:
+    """ENG-27: between texts and images of one message; a text cannot stand for them."""
+    vectors = np.arange(10, dtype=np.float32).reshape(2, 5)
+    preparer = VectorsPreparer(room.preparer, room.tokenizer, width=5, most_tokens=64)
+    part = {"type": "prompt_embeds", "data": vectors}
+    spelled = {"type": "text", "text": f"a{VECTORS}b"}
+    messages = user(part, image_part(32, 16), spelled, {**part, "data": vectors[:1] + 1})
+    prepared = await preparer.prepare(messages, MediaRequest())
+    ids, inputs = preparer.expand(
+        room.template.render(prepared.messages), prepared.media, field="messages"
+    )
+    assert [(one.kind, one.num_tokens) for one in inputs] == [
+        ("prompt", 2),
+        ("image", 8),
+        ("prompt", 1),
+    ]
+    assert inputs[0].rows == vectors.tobytes() and inputs[0].key != inputs[2].key
+    places = [(one.offset, one.offset + one.num_tokens) for one in inputs]
+    assert places == sorted(places) and NO_TOKEN not in ids
+    assert ids[slice(*places[1])] == [room.image] * 8
+    rest = [token for i, token in enumerate(ids) if not any(a <= i < b for a, b in places)]
+    alone, _ = await room.ids(user(image_part(32, 16), spelled))
+    assert rest == [token for token in alone if token != room.image]
+    with pytest.raises(InvalidRequest, match=r"content\[0\]: a message of role 'system'"):
+        await preparer.prepare([{"role": "system", "content": [part]}], MediaRequest())
+    with pytest.raises(ContextTooLong, match="its vectors alone stand for 66 tokens > 64"):
+        await preparer.prepare(user(*[part] * 33), MediaRequest())
+
+
+def test_vectors_have_positions_of_text() -> None:
+    """Beside an image, whose tokens have those of their windows."""
+    scope = Scope(
+        ledger=Ledger(),
+        mesh=Mesh(),
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        block_tokens=16,
+        max_positions=64,
+    )
+    spec = RopeSpec(kind="plain", head_dim=4, frequencies=(1.0, 0.1))
+    rope = AxesRope(scope, spec, axis_of_pair=(0, 1), merge=2)
+    image = MediaSpan(kind="image", key=bytes(32), offset=6, num_tokens=8, grid=(1, 4, 8))
+    sent = MediaSpan(kind="prompt", key=bytes(32), offset=1, num_tokens=3, grid=(1, 1, 3))
+    with_vectors = rope.positions((sent, image), 20)
+    plain = rope.positions((image,), 20)
+    assert np.array_equal(with_vectors.position_3P, plain.position_3P)
+    assert with_vectors.delta == plain.delta == -4
