@@ -44,6 +44,8 @@ _KEYS = {
 }
 EMBEDS = {"image_embeds": "image", "audio_embeds": "audio"}
 MAX_UUID_CHARS = 128
+MAX_LISTED_FRAMES = 1024
+"""Of a video whose frames a client has sampled: samplers take 768 at most, and each is decoded."""
 
 
 class MediaPart(msgspec.Struct, frozen=True, kw_only=True):
@@ -176,6 +178,8 @@ def from_data_url(url: str, field: str) -> ContentFile:
     if "base64" not in words[1:]:
         return ContentFile((unquote_to_bytes(body),))
     if words[0] in ("video/jpeg", "video/png", "video/webp"):
+        if (count := body.count(",") + 1) > MAX_LISTED_FRAMES:
+            raise _bad(field, f"{count} frames given; at most {MAX_LISTED_FRAMES} are allowed")
         return ContentFile(tuple(_from_base64(each, field) for each in body.split(",")), True)
     return ContentFile((_from_base64(body, field),))
 

@@ -192,6 +192,10 @@ WRONG = {
     "audio": ({"type": "input_audio", "input_audio": {"data": "AAAA"}}, "this model takes no audio"),
     "uuid": ({"type": "image_url", "uuid": ""}, "a text of 1 to 128 characters"),
     "frames": ({"type": "image_url", "image_url": "data:video/jpeg;base64,AAAA,AAAA"}, "is a video, not an image"),
+    "many frames": (
+        {"type": "video_url", "video_url": f"data:video/jpeg;base64,{'AAAA,' * 1024}AAAA"},
+        "1025 frames given; at most 1024 are",
+    ),
 }  # fmt: skip
 
 
