@@ -291,7 +291,9 @@ def planned_facts(name: str, options: DeviceOptions) -> MachineFacts:
     fake = FAKES[name]
     return MachineFacts(
         kind="cuda",
-        count=options.tensor_parallel * options.pipeline_parallel * options.replicas,
+        count=options.tensor_parallel
+        * options.pipeline_parallel
+        * (options.max_replicas or options.replicas),
         total_bytes=fake.memory_bytes,
         free_bytes=fake.free_bytes,
         cores=1,

@@ -7,9 +7,11 @@ import pytest
 
 from headrace.back.platforms.detect import FAKES, device
 from headrace.back.platforms.facts import visible_devices
+from headrace.base.config.device_options import DeviceOptions
 from headrace.base.config.resolved import Resolved
+from headrace.base.errors import ConfigError
 from headrace.launch import topology
-from headrace.launch.topology import core_environment, device_facts
+from headrace.launch.topology import core_environment, device_facts, planned_facts
 from tests.launch.test_resolve import CUDA, resolved
 
 
@@ -27,6 +29,23 @@ def test_replicas_share_the_devices_and_one_core_sees_them_all(
     seen = [core_environment(two, index)["CUDA_VISIBLE_DEVICES"] for index in range(2)]
     assert seen == ["0,1", "2,3"]
     assert core_environment(on_cuda(replicas=1, tensor_parallel=2), 0) == {}
+
+
+def test_replicas_that_may_come_have_devices_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """PAR-07: one at start sees its own alone; a plan counts all that there may be."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    device = {"device": "cuda", "max_replicas": 2}
+    planned = planned_facts("h200", msgspec.convert(device, DeviceOptions))
+    two = resolved(planned, device=device)
+    assert planned.count == 2 and (two.replicas, two.max_replicas) == (1, 2)
+    seen = [core_environment(two, index)["CUDA_VISIBLE_DEVICES"] for index in range(2)]
+    assert seen == ["0", "1"]
+    with pytest.raises(ConfigError, match="--tensor-parallel 1 x --max-replicas 3 needs 3 devices"):
+        resolved(planned, device={"device": "cuda", "max_replicas": 3})
+    with pytest.raises(ConfigError, match=r"--max-replicas 1: at least --replicas \(2\)"):
+        resolved(device={"replicas": 2, "max_replicas": 1})
 
 
 def test_the_users_order_of_devices_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
