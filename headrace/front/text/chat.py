@@ -21,16 +21,10 @@ from headrace.base.errors import ContextTooLong, InvalidRequest
 from headrace.front.text.chat_tools import check_tool
 from headrace.front.text.files import file_text
 from headrace.front.text.media_parts import NO_TOKEN, VECTORS_PART, MediaMark, with_mark, with_marks
+from headrace.front.text.prompt_tokens import KEPT_CHARS, PromptTokens
 from headrace.front.text.templates import LoopRenderer, TemplateLimits, TemplatePool, text_size
 from headrace.front.text.threads import TEXT_THREADS
-from headrace.front.text.tokenizer import (
-    MARK,
-    VECTORS,
-    Guard,
-    Tokenizer,
-    neutral,
-    unguard,
-)
+from headrace.front.text.tokenizer import MARK, VECTORS, Guard, Tokenizer, neutral, unguard
 
 # Arguments that clients send whatever the model is; a template that does not read one is not
 # changed by it.
@@ -57,12 +51,14 @@ Messages = Sequence[dict[str, Any]]
 class RenderOptions(TypedDict, total=False):
     """How to render. `add_generation_prompt` (true): open the assistant's turn.
     `continue_final_message` (false): leave the last message open. `tools`: what the model may call.
-    `kwargs`: further variables of the template."""
+    `kwargs`: further variables of the template. `tenant`: whose prompt it is; None: nobody's, of
+    which nothing is kept."""
 
     add_generation_prompt: bool
     continue_final_message: bool
     tools: Sequence[dict[str, Any]] | None
     kwargs: Mapping[str, Any] | None
+    tenant: str | None
 
 
 class ChatTemplate:
@@ -88,10 +84,11 @@ class ChatTemplate:
         self._max_tokens = max_tokens
         self._any_role = any_role
         self._names: frozenset[str] | None = None
+        self._prompt_tokens = PromptTokens(tokenizer)
 
     def render(self, messages: Messages, **options: Unpack[RenderOptions]) -> list[int]:
         """The prompt as ids."""
-        return self._encoded(self._render(messages, options))
+        return self._encoded(self._render(messages, options), options.get("tenant"))
 
     async def render_async(self, messages: Messages, **options: Unpack[RenderOptions]) -> list[int]:
         """`render`, in a thread where there is much text, so that other requests go on
@@ -101,7 +98,9 @@ class ChatTemplate:
         else:
             rendered = await self._short.render(*self._prepared(messages, options))
             rendered = _cut(rendered) if options.get("continue_final_message") else rendered
-        return await TEXT_THREADS.run(len(rendered), partial(self._encoded, rendered))
+        return await TEXT_THREADS.run(
+            len(rendered), partial(self._encoded, rendered, options.get("tenant"))
+        )
 
     def render_text(self, messages: Messages, **options: Unpack[RenderOptions]) -> str:
         """The prompt as people read it. Do not encode it: it no longer tells users' text from
@@ -118,11 +117,15 @@ class ChatTemplate:
         self._short.close()
         self._pool.close()
 
-    def _encoded(self, rendered: str) -> list[int]:
+    def _encoded(self, rendered: str, tenant: str | None) -> list[int]:
         self._tokenizer.check_length(rendered, self._max_tokens, field="messages")
         if VECTORS in rendered:
             return self._encoded_around(rendered.split(VECTORS))
-        return self._tokenizer.encode_guarded(rendered)
+        return (
+            self._tokenizer.encode_guarded(rendered)
+            if tenant is None or len(rendered) < KEPT_CHARS
+            else self._prompt_tokens.encode(rendered, tenant)
+        )
 
     def _encoded_around(self, texts: Sequence[str]) -> list[int]:
         """Texts with NO_TOKEN between them."""

@@ -131,8 +131,7 @@ class Tokenizer(ABC):
     def encode(
         self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None
     ) -> list[int]:
-        """The ids of a raw prompt. With `max_tokens`, what cannot fit is refused before any work
-        ."""
+        """The ids of a raw prompt. With `max_tokens`, what cannot fit is refused at once."""
         if max_tokens is not None:
             self.check_length(text, max_tokens)
         if not add_special_tokens:
@@ -308,8 +307,8 @@ class Guard:
         self._joined = "\0".join(self.tokens)
         self._all = _Breaks(self.tokens)
         self._special = _Breaks(special)
-        self._any = _any_of(self.tokens)
-        self._markup = _any_of(self.tokens[len(dict.fromkeys(special)) :])
+        self._any = any_of(self.tokens)
+        self._markup = any_of(self.tokens[len(dict.fromkeys(special)) :])
 
     def protect(self, text: str) -> str:
         """`text` with a BREAK wherever a control token could begin or end."""
@@ -376,7 +375,8 @@ def _characters(characters: Iterable[str]) -> re.Pattern[str] | None:
     return re.compile(f"[{escaped}]") if escaped else None
 
 
-def _any_of(tokens: tuple[str, ...]) -> re.Pattern[str] | None:
+def any_of(tokens: tuple[str, ...]) -> re.Pattern[str] | None:
+    """A pattern that matches the longest of `tokens` at a place; None: there are none."""
     return re.compile(_pattern(tokens)) if tokens else None
 
 

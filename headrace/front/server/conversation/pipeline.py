@@ -142,6 +142,7 @@ async def _rendered_ids(context: RequestContext, prompt: PromptSource) -> list[i
         add_generation_prompt=prompt.opens,
         continue_final_message=prompt.continues,
         kwargs=prompt.kwargs,
+        tenant=context.tenant,
     )
     if prompt.special_tokens:
         ids = services.tokenizer.with_special(ids)
