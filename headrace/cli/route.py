@@ -18,20 +18,22 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="headrace route",
         description="Have some servers compute prompts and others answer them; all were started with the same "
-        "--kv-transfer-path.",
+        "--kv-transfer-path, or those that answer are named with their --kv-transfer-listen behind a =.",
     )
     for name, what in (("prefill", "compute prompts"), ("decode", "answer them")):
         parser.add_argument(
-            f"--{name}", nargs="+", required=True, metavar="URL", help=f"servers that {what}"
+            f"--{name}",
+            nargs="+",
+            required=True,
+            metavar="URL" if name == "prefill" else "URL[=HOST:PORT]",
+            help=f"servers that {what}",
         )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on [127.0.0.1]")
     port = NumberType(flag="--port", least=0, greatest=65_535)
     parser.add_argument("--port", type=port, default=8080, help="port; 0 takes a free one [8080]")
     arguments = parser.parse_args(argv)
-    urls = {
-        name: [_url(name, url) for url in getattr(arguments, name)]
-        for name in ("prefill", "decode")
-    }
+    computing = [_url("prefill", url) for url in arguments.prefill]
+    answering = [_url_and_kv(url) for url in arguments.decode]
     logs.configure("route", "info")
     logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for every request otherwise
     listener = bind(arguments.host, arguments.port)
@@ -40,8 +42,8 @@ def main(argv: Sequence[str]) -> int:
 
     from headrace.front.server.router import PromptRouter, Upstream, routing_app
 
-    prefill, decode = ([Upstream(url) for url in urls[name]] for name in ("prefill", "decode"))
-    router = PromptRouter(prefill, decode)
+    decode = [Upstream(url, kv_address=kv_address) for url, kv_address in answering]
+    router = PromptRouter([Upstream(url) for url in computing], decode)
     config = uvicorn.Config(
         routing_app(router), log_config=None, access_log=False, lifespan="off", server_header=False
     )
@@ -51,6 +53,18 @@ def main(argv: Sequence[str]) -> int:
     finally:
         listener.close()
     return 0
+
+
+def _url_and_kv(text: str) -> tuple[str, tuple[str, int] | None]:
+    """The address of a server that answers, and where KV is pushed to it."""
+    url, is_pushed, address = text.partition("=")
+    host, _, port = address.rpartition(":")
+    if is_pushed and not (host and port.isdecimal() and 0 < int(port) < 1 << 16):
+        raise ConfigError(
+            f"--decode: {address!r:.100} is no address of --kv-transfer-listen: HOST:PORT is one",
+            field="decode",
+        )
+    return _url("decode", url), (host, int(port)) if is_pushed else None
 
 
 def _url(option: str, text: str) -> str:

@@ -13,7 +13,11 @@ free again once it has been.
 
 A file belongs to nobody but the two: it is removed by the one that has read it, or, when it is
 older than the lease, by whoever next looks into the folder. While one is being written `.part`
-stands behind its name; that is there before the request's end is told.
+stands behind its name; that is there before the request's end is told. Who waits goes on waiting as
+long as such a mark is renewed, and no longer once it has gone.
+
+Where there is no common folder files are pushed into that of the peer which the request names
+(launch/kv_push.py): announced when it comes, sent when it has ended.
 """
 
 from __future__ import annotations
@@ -27,11 +31,12 @@ from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
 from headrace.base.config.resolved import KVTransferSpec
-from headrace.base.errors import Conflict, HeadraceError, NotFound, Unsupported
+from headrace.base.errors import Conflict, HeadraceError, InvalidRequest, NotFound, Unsupported
 from headrace.base.wire.request import EngineRequest
 from headrace.base.wire.slots import KVReply, SavedConversation
 from headrace.base.wire.transfer import TRANSFER_HOOK, KVTransfer, unpack_transfer
@@ -56,7 +61,7 @@ _LOADING = AdmissionVerdict("not_now", "the KV of its prompt is being read")
 @dataclass(eq=False, slots=True)
 class _Held:
     """A request that sends or receives. `is_settled`: it need not wait for anything; `error`: nor
-    can it run."""
+    can it run. `mark`: when what is coming was last written to; `push`: where its file goes."""
 
     wire: EngineRequest
     transfer: KVTransfer
@@ -64,6 +69,38 @@ class _Held:
     is_settled: bool
     is_loading: bool = False
     error: HeadraceError | None = None
+    mark: int = 0
+    push: AnnouncedTransfer | None = None
+
+
+class AnnouncedTransfer(Protocol):
+    """A transfer that was announced to another server."""
+
+    def send(self, files: list[Path]) -> None:
+        """Sends the files, which are removed then, whatever becomes of it."""
+        ...
+
+    def cancel(self) -> None:
+        """Nothing is sent: the receiver need not wait."""
+        ...
+
+
+class Pushes(Protocol):
+    """Transfers to other servers."""
+
+    @property
+    def peers(self) -> tuple[str, ...]:
+        """Those that may be named."""
+        ...
+
+    def begin(self, peer: str, name: str, num_files: int) -> AnnouncedTransfer | None:
+        """Announces a transfer; None: too many are on their way."""
+        ...
+
+    def ended(self) -> list[str | None]:
+        """Of the transfers that have ended since the last call the reason why they did not arrive;
+        None: they did, or nothing was to be sent."""
+        ...
 
 
 class KVTransfers(KVFileHook):
@@ -72,16 +109,21 @@ class KVTransfers(KVFileHook):
     name = TRANSFER_HOOK
 
     def __init__(
-        self, spec: KVTransferSpec, num_ranks: int, engine: Callable[[], EngineView]
+        self,
+        spec: KVTransferSpec,
+        num_ranks: int,
+        engine: Callable[[], EngineView],
+        pushes: Pushes | None = None,
     ) -> None:
         super().__init__(spec.path, num_ranks, engine)
-        self._spec = spec
+        self._spec, self._pushes = spec, pushes
         self._held: dict[int, _Held] = {}
         self._sweep()
 
     @property
     def counts(self) -> TransferCounts:
         """What went out and came in."""
+        self._settle_pushes()
         return self._engine().counters.transfers
 
     @property
@@ -100,6 +142,7 @@ class KVTransfers(KVFileHook):
                 why = f"{FIELD}: the KV of a prompt with {what} passes to no other server"
                 raise Unsupported(why, field=FIELD)
         held = _Held(request, transfer, self._engine().clock(), not transfer.receives)
+        held.push = self._announced(request, transfer)
         self._held[request.id] = held
         return _YES
 
@@ -125,10 +168,35 @@ class KVTransfers(KVFileHook):
         try:
             self._send(held)
         except (HeadraceError, OSError) as error:
+            if held.push is not None:
+                held.push.cancel()
             self.counts.failed += 1
             log.warning("the KV of a prompt was not sent: %s", _said(error))
 
     # the one that computes
+
+    def _announced(self, wire: EngineRequest, transfer: KVTransfer) -> AnnouncedTransfer | None:
+        if not transfer.peer:
+            return None
+        if self._pushes is None or transfer.peer not in self._pushes.peers:
+            raise InvalidRequest(
+                f"{FIELD}.remote_host: {transfer.peer!r} is no peer of this server (--kv-transfer-peers)",
+                field=FIELD,
+            )
+        self._settle_pushes()
+        push = self._pushes.begin(
+            transfer.peer, self._path(wire, transfer.sends).name, self._num_ranks
+        )
+        if push is None:
+            raise Conflict(f"{FIELD}: too many transfers are on their way; try again later")
+        return push
+
+    def _settle_pushes(self) -> None:
+        """Those that have ended make room for others, and count where they failed."""
+        for reason in () if self._pushes is None else self._pushes.ended():
+            if reason is not None:
+                self._engine().counters.transfers.failed += 1
+                log.warning("the KV of a prompt was not pushed: %s", reason)
 
     def _send(self, held: _Held) -> None:
         engine = self._engine()
@@ -141,13 +209,14 @@ class KVTransfers(KVFileHook):
                 f"of its {request.num_prompt} tokens no whole block of {engine.kv.block_tokens} is cached"
             )
         try:
-            self._write(self._path(held.wire, held.transfer.sends), request, copy)
+            self._write(held, request, copy)
         except BaseException:
             copy.release()
             raise
 
-    def _write(self, path: Path, request: Request, copy: PrefixCopy) -> None:
+    def _write(self, held: _Held, request: Request, copy: PrefixCopy) -> None:
         engine, wire = self._engine(), request.wire
+        path = self._path(wire, held.transfer.sends)
         saved = SavedConversation(
             tokens=wire.prompt,
             computed=copy.num_tokens,
@@ -173,10 +242,14 @@ class KVTransfers(KVFileHook):
             for mark in marks:
                 mark.unlink(missing_ok=True)
             raise
-        engine.weights.attend(pending, partial(self._sent, copy))
+        engine.weights.attend(pending, partial(self._sent, held, path, copy))
 
-    def _sent(self, copy: PrefixCopy, reply: KVReply) -> Result:
+    def _sent(self, held: _Held, path: Path, copy: PrefixCopy, reply: KVReply) -> Result:
         copy.release()
+        if held.push is not None and reply.error is None:
+            held.push.send(self._files(path))
+        elif held.push is not None:
+            held.push.cancel()
         if reply.error is None:
             self.counts.sent += 1
             self.counts.sent_tokens += copy.num_tokens
@@ -215,9 +288,9 @@ class KVTransfers(KVFileHook):
         """Begins to read the file, if it is there."""
         path = self._path(held.wire, held.transfer.receives)
         files = self._files(path)
+        is_coming = self._is_coming(held, files)  # first: a mark becomes the file
         if not all(file.exists() for file in files):
-            is_near = any(Path(f"{file}.part").exists() for file in files)
-            if (is_near or not held.transfer.is_sent) and self._has_time(held):
+            if is_coming and self._has_time(held):
                 return _NOT_THERE
             self._fail(held, NotFound("nothing of that name is there (any more)"))
             return _YES
@@ -227,6 +300,17 @@ class KVTransfers(KVFileHook):
             self._remove_files(path)
             self._fail(held, error)
             return _YES
+
+    def _is_coming(self, held: _Held, files: list[Path]) -> bool:
+        """Whether somebody writes the files or will. As long as they do, there is time."""
+        mark = 0
+        for file in files:
+            with contextlib.suppress(FileNotFoundError):
+                mark = max(mark, Path(f"{file}.part").stat().st_mtime_ns)
+        if mark > held.mark and held.mark:
+            held.since = self._engine().clock()
+        was_coming, held.mark = held.mark > 0, mark or held.mark
+        return mark > 0 or not (held.transfer.is_sent or was_coming)
 
     def _has_time(self, held: _Held) -> bool:
         return self._engine().clock() < held.since + self._spec.lease_s

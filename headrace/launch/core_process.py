@@ -44,7 +44,6 @@ from headrace.core.core import EngineCore
 from headrace.core.encoder_cache import encoder_cache_hooks
 from headrace.core.grammar.hook import GrammarHook
 from headrace.core.kv_store import KVStore, check_store
-from headrace.core.kv_transfers import KVTransfers
 from headrace.core.lifecycle import record_graph
 from headrace.core.output_processor import CoreOutput
 from headrace.core.ports import AdmissionHook
@@ -52,6 +51,7 @@ from headrace.core.service_state import ServiceState
 from headrace.launch.adapters import adapters_of, load_adapters
 from headrace.launch.core_extensions import chosen_hooks, extension_hooks, stats_of
 from headrace.launch.frontend_connections import FrontendConnections, FrontendGone, Incoming
+from headrace.launch.kv_push import transfers_of
 from headrace.launch.topology import Report, report, tie_to_parent
 from headrace.launch.vocabulary import encoder_of, vocabulary_of
 from headrace.launch.watchdog import Watchdog
@@ -321,7 +321,7 @@ def _start(spec_path: str, socket_path: str, status: socket.socket, rest: Report
         hooks.append(adapters)
     ranks = spec.device.tensor_parallel
     if (transfer := spec.kv.transfer) is not None:
-        hooks.append(KVTransfers(transfer, ranks, lambda: core))
+        hooks.append(transfers_of(transfer, ranks, lambda: core, socket_path))
     if (store := spec.kv.store) is not None:
         hooks.append(KVStore(store, ranks, lambda: core))
     hooks += extension_hooks(spec, hooks, lambda: core)

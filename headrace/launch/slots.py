@@ -14,6 +14,7 @@ from headrace.base.config.tree import KVOptions
 from headrace.base.config.units import parse_bytes
 from headrace.base.errors import ConfigError
 from headrace.core.kv.hashing import check_hash
+from headrace.launch.kv_push import push_of
 from headrace.launch.model_facts import ModelFacts
 
 FIELD = "slot_save_path"
@@ -48,6 +49,12 @@ def with_slots(
         )
         spec = msgspec.structs.replace(spec, store=store)
     if options.kv_transfer_path is None:
+        if options.kv_transfer_listen is not None or options.kv_transfer_peers:
+            raise ConfigError(
+                "--kv-transfer-listen and --kv-transfer-peers go with --kv-transfer-path: files lie there "
+                "on their way",
+                field="kv_transfer_path",
+            )
         return spec
     folder = _folder_of("kv_transfer_path", options.kv_transfer_path, spec, model, device_spec)
     transfer = KVTransferSpec(
@@ -55,6 +62,7 @@ def with_slots(
         max_bytes=parse_bytes(options.kv_transfer_bytes, field="--kv-transfer-bytes"),
         lease_s=options.kv_transfer_lease_s,
         recomputes=options.kv_load_failure == "recompute",
+        push=push_of(options),
     )
     return msgspec.structs.replace(spec, transfer=transfer)
 

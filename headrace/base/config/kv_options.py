@@ -102,6 +102,25 @@ class KVOptions(msgspec.Struct, frozen=True, kw_only=True):
             description="So long KV that nobody fetches is kept, and a request waits for KV that is to come."
         ),
     ] = 30.0
+    kv_transfer_listen: Annotated[
+        str | None,
+        Meta(
+            description="HOST:PORT at which other servers push the KV of prompts into kv_transfer_path, where there is "
+            "no folder that both see; the first engine core listens. Default: nowhere."
+        ),
+    ] = None
+    kv_transfer_peers: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="HOST:PORT of the servers (their kv_transfer_listen) to which requests may have KV pushed."
+        ),
+    ] = ()
+    kv_transfer_key_file: Annotated[
+        str | None,
+        Meta(
+            description="File with the secret of the servers that push KV to each other, of 32 bytes at least."
+        ),
+    ] = None
     kv_load_failure: Annotated[
         Literal["recompute", "fail"],
         Meta(

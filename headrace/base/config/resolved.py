@@ -127,15 +127,25 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     prompt_embeds: bool = False
 
 
+class KVPushSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """KV that passes over TCP: to the `peers` (host:port), and from others to `listen`, None: from
+    nobody. `key_file` holds the secret that all of them know."""
+
+    key_file: str
+    peers: tuple[str, ...] = ()
+    listen: str | None = None
+
+
 class KVTransferSpec(msgspec.Struct, frozen=True, kw_only=True):
     """KV that passes to other servers and comes from them through the folder `path`, whose files
     take at most `max_bytes` and are kept for `lease_s`. `recomputes`: what does not come is
-    computed; else its request ends."""
+    computed; else its request ends. `push` None: through the folder alone."""
 
     path: str
     max_bytes: int
     lease_s: float
     recomputes: bool = True
+    push: KVPushSpec | None = None
 
 
 class KVStoreSpec(msgspec.Struct, frozen=True, kw_only=True):

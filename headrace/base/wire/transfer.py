@@ -19,9 +19,11 @@ TransferId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._:-]{8,128}$")]
 class KVTransfer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Of one sequence. `sends`: the name under which the KV of its prompt goes out when it has
     ended; `receives`: the one under which it comes in. `is_sent`: whoever sends it has said that
-    it has ended, so that there is nothing to wait for."""
+    it has ended, so that there is nothing to wait for. `peer`: host:port of the server that it is
+    pushed to; "": it lies in a folder that both see."""
 
     sends: str = ""
+    peer: str = ""
     receives: str = ""
     is_sent: bool = False
 
@@ -32,7 +34,8 @@ class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     A router asks a server for the prompt (`do_remote_decode`, max_tokens 1), and hands what it
     answers to another server with the same request, or chooses a `transfer_id` and asks both at
-    once. Both servers look into one folder: nobody can name a peer.
+    once. Both look into one folder, or the first is told where the second one listens
+    (`remote_host`, `remote_port`): one of the peers that its operator has named.
     """
 
     do_remote_decode: bool | None = None
@@ -41,10 +44,14 @@ class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     remote_request_id: TransferId | None = None
     remote_engine_id: None = None
     remote_block_ids: None = None
-    remote_host: None = None
-    remote_port: None = None
+    remote_host: Annotated[str, Meta(max_length=253)] | None = None
+    remote_port: Annotated[int, Meta(ge=1, le=65535)] | None = None
 
     def __post_init__(self) -> None:
+        if (self.remote_host is None) != (self.remote_port is None):
+            raise ValueError("remote_host and remote_port go together")
+        if self.remote_host is not None and not self.do_remote_decode:
+            raise ValueError("remote_host is where do_remote_decode has the KV pushed to")
         if self.do_remote_prefill and self.transfer_id is None:
             raise ValueError("do_remote_prefill needs a transfer_id")
 
@@ -57,6 +64,7 @@ class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             sends=name if self.do_remote_decode else "",
             receives=name if self.do_remote_prefill else "",
             is_sent=self.remote_request_id is not None,
+            peer="" if self.remote_host is None else f"{self.remote_host}:{self.remote_port}",
         )
         return {TRANSFER_HOOK: pack_transfer(transfer)}
 

@@ -42,9 +42,15 @@ _CONNECTION = frozenset(
 
 
 class Upstream:
-    """A server. `busy`: requests that are there now; `spared_until`: it did not answer lately."""
+    """A server. `busy`: requests that are there now; `spared_until`: it did not answer lately.
+    `kv_address`: host and port at which KV is pushed to it; None: it shares a folder."""
 
-    def __init__(self, url: str, transport: httpx.AsyncBaseTransport | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        transport: httpx.AsyncBaseTransport | None = None,
+        kv_address: tuple[str, int] | None = None,
+    ) -> None:
         self.client = httpx.AsyncClient(
             timeout=httpx.Timeout(None, connect=CONNECT_S),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=256),
@@ -53,6 +59,7 @@ class Upstream:
             transport=transport,
         )
         self.url, self.busy, self.spared_until = url, 0, 0.0
+        self.kv_address = kv_address
 
     def request_of(self, request: Request, content: bytes) -> httpx.Request:
         """The same request to this server. The path is put behind its address as it is: one that
@@ -97,19 +104,25 @@ class PromptRouter:
         if request.method == "POST" and request.url.path in PASSING:
             document = _splittable(content)
             if document is not None:
-                transfer = await self._computed(request, document)
+                first = _least_busy(self._decode)
+                first.busy += 1
+                try:
+                    transfer = await self._computed(request, document, first)
+                finally:
+                    first.busy -= 1
                 if isinstance(transfer, Response):
                     return transfer
                 if transfer is not None:
                     content = orjson.dumps(document | {"kv_transfer_params": transfer})
+                return await self._forward(request, content, first)
         return await self._forward(request, content)
 
     async def _computed(
-        self, request: Request, document: dict[str, Any]
+        self, request: Request, document: dict[str, Any], answers: Upstream
     ) -> Response | dict[str, Any] | None:
-        """What the second server must know of the prompt that the first one has computed; its
-        answer, where it refuses the request; None where it cannot take it now."""
-        content = orjson.dumps(_prompt_alone(document))
+        """What the second server, which `answers`, must know of the prompt that the first one has
+        computed; its answer, where it refuses the request; None where it cannot take it now."""
+        content = orjson.dumps(_prompt_alone(document, answers))
         upstream = _least_busy(self._prefill)
         upstream.busy += 1
         try:
@@ -133,9 +146,12 @@ class PromptRouter:
             return None
         return transfer
 
-    async def _forward(self, request: Request, content: bytes) -> Response:
+    async def _forward(
+        self, request: Request, content: bytes, first: Upstream | None = None
+    ) -> Response:
+        """The answer of a server, of `first` if it can be reached."""
         for _ in self._decode:
-            upstream = _least_busy(self._decode)
+            upstream, first = first or _least_busy(self._decode), None
             upstream.busy += 1
             try:
                 reply = await upstream.send(request, content)
@@ -203,10 +219,13 @@ def _splittable(content: bytes) -> dict[str, Any] | None:
     return document if is_one and all(count in (None, 1) for count in counts) else None
 
 
-def _prompt_alone(document: dict[str, Any]) -> dict[str, Any]:
+def _prompt_alone(document: dict[str, Any], answers: Upstream) -> dict[str, Any]:
     """The request for its prompt: one token, at once."""
     kept = {name: value for name, value in document.items() if name not in _UNSENT}
-    kept |= {"stream": False, "kv_transfer_params": {"do_remote_decode": True}}
+    params: dict[str, Any] = {"do_remote_decode": True}
+    if answers.kv_address is not None:
+        params["remote_host"], params["remote_port"] = answers.kv_address
+    kept |= {"stream": False, "kv_transfer_params": params}
     sampling = document.get("sampling_params")
     if not isinstance(sampling, dict):
         return kept | {"max_tokens": 1}
