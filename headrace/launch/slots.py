@@ -9,7 +9,13 @@ from pathlib import Path
 import msgspec
 
 from headrace.base.config.kv_options import CacheChoices
-from headrace.base.config.resolved import DeviceSpec, KVSpec, KVStoreSpec, KVTransferSpec
+from headrace.base.config.resolved import (
+    DeviceSpec,
+    EncoderFilesSpec,
+    KVSpec,
+    KVStoreSpec,
+    KVTransferSpec,
+)
 from headrace.base.config.tree import KVOptions
 from headrace.base.config.units import parse_bytes
 from headrace.base.errors import ConfigError
@@ -48,6 +54,9 @@ def with_slots(
             after=options.kv_store_after,
         )
         spec = msgspec.structs.replace(spec, store=store)
+    if options.encoder_cache_path is not None:
+        files = _encoder_files(options, options.encoder_cache_path, model, device_spec)
+        spec = msgspec.structs.replace(spec, encoder_files=files)
     if options.kv_transfer_path is None:
         if options.kv_transfer_listen is not None or options.kv_transfer_peers:
             raise ConfigError(
@@ -65,6 +74,25 @@ def with_slots(
         push=push_of(options),
     )
     return msgspec.structs.replace(spec, transfer=transfer)
+
+
+def _encoder_files(
+    options: KVOptions, path: str, model: ModelFacts, device_spec: DeviceSpec
+) -> EncoderFilesSpec:
+    """Where encoders' outputs are kept; ConfigError where they cannot be."""
+    folder, reason = Path(path).expanduser(), None
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        reason = f"{path!r} is no folder that can be written to"
+    elif folder.stat().st_mode & 0o002:
+        reason = f"everybody may write to {path!r}: what others put there would be taken for images"
+    elif model.media is None:
+        reason = f"{model.architecture} takes no images, video or sounds"
+    elif device_spec.world_size > 1:
+        reason = "ranks encode together (--tensor-parallel)"
+    if reason is not None:
+        raise ConfigError(f"--encoder-cache-path: {reason}", field="encoder_cache_path")
+    most = parse_bytes(options.encoder_cache_bytes, field="--encoder-cache-bytes")
+    return EncoderFilesSpec(path=str(folder.absolute()), max_bytes=most)
 
 
 def _folder_of(

@@ -22,12 +22,14 @@ from headrace.base.config.tree import (
     ModelOptions,
     Options,
     SchedulerOptions,
+    SpeculationOptions,
 )
 from headrace.base.errors import ConfigError
 from headrace.base.wire.request import EngineRequest, Finished, RowSampling, StopRules
 from headrace.base.wire.transfer import TRANSFER_HOOK, KVTransfer, pack_transfer
 from headrace.core.core import EngineCore
 from headrace.core.kv_transfers import KVTransfers
+from headrace.front.text.tokenizer_files import load_tokenizer
 from headrace.launch.facts import resolve_options
 from tests.e2e.test_slots import CONFIGS, MODEL, PROMPT, Slots, at_rest
 from tests.e2e.test_speculation import Engine
@@ -49,14 +51,22 @@ class Pair:
         self._made: list[Engine] = []
         self._next = 0
 
-    def engine(self, model: Path = MODEL, ranks: int = 1, **kv: Any) -> tuple[Engine, KVTransfers]:
+    def engine(
+        self,
+        model: Path = MODEL,
+        ranks: int = 1,
+        speculation: SpeculationOptions | None = None,
+        **kv: Any,
+    ) -> tuple[Engine, KVTransfers]:
         """One, with nothing cached."""
         device = kv.pop("device", "cpu")
         tree = Options(
             device=DeviceOptions(device=device),
             model=ModelOptions(model=str(model), max_model_len=256, dtype="float32"),
             kv=KVOptions(kv_transfer_path=str(self.folder), **{"kv_memory": "64MiB", **kv}),
-            scheduler=SchedulerOptions(max_running=2, max_step_tokens=32),
+            scheduler=SchedulerOptions(
+                max_running=2, max_step_tokens=32, speculative_config=speculation
+            ),
         )
         spec = resolve_options(tree).engine
         engine = self._over(spec, model, ranks)
@@ -73,7 +83,7 @@ class Pair:
             engine.executor.close()
             engine.executor = ProcessExecutor(msgspec.structs.replace(spec, device=device))
             self._made.append(engine)
-        elif model != MODEL or spec.device.device != "cpu" or spec.kv.layout != "layers":
+        elif model != MODEL or spec != self._plain(spec):
             engine = Engine(spec)
             self._made.append(engine)
         elif self._free:
@@ -82,6 +92,12 @@ class Pair:
             engine = Engine(spec)
             self._bundled.append(engine)
         return engine
+
+    def _plain(self, spec: EngineSpec) -> EngineSpec:
+        """As the bundled engines were made: they differ in what their cores are told."""
+        device = msgspec.structs.replace(spec.device, device="cpu")
+        kv = msgspec.structs.replace(spec.kv, layout="layers")
+        return msgspec.structs.replace(spec, device=device, kv=kv, speculation=None)
 
     def add(
         self, engine: Engine, transfer: KVTransfer | None = None, count: int = 1, **fields: Any
@@ -198,6 +214,39 @@ def test_servers_of_unlike_layouts_pass_kv(pair: Pair) -> None:
         pair.send(one, prompt=prompt)
         assert pair.say(other, took(), prompt=prompt) == (wanted, 64)
     assert receiver.counts.received == 1 and at_rest(first) and at_rest(second)
+
+
+@pytest.mark.slow
+def test_a_drafters_keys_pass_with_those_of_the_model(pair: Pair) -> None:
+    """KVT-07: an EAGLE-3 head's caches are in the same blocks, so that its drafts stand as often as where the prompt
+    was computed; without them (here: cleared) they stand less often, and change no token."""
+    head = Path(__file__).parents[2] / "demo" / "drafters" / "eagle3"
+    speculation = SpeculationOptions(
+        method="eagle3", model=str(head), num_speculative_tokens=3, adaptive=False
+    )
+    prompt = [
+        *load_tokenizer(str(MODEL)).encode("The quick brown fox jumps over the lazy dog. " * 12)
+    ][:200]
+    (first, _), (second, receiver) = (pair.engine(speculation=speculation) for _ in range(2))
+
+    def accepted(engine: Engine) -> int:
+        return engine.core.scheduler.speculation.stats.num_accepted_tokens
+
+    wanted, _ = pair.say(first, prompt=prompt)
+    alone = accepted(first)
+    first.core.kv.reset_cache(())
+    pair.send(first, prompt=prompt)
+    tokens, cached = pair.say(second, took(), prompt=prompt)
+    assert (tokens, cached) == (
+        wanted,
+        len(prompt) // 16 * 16 - (16 if len(prompt) % 16 == 0 else 0),
+    )
+    assert receiver.counts.received == 1 and accepted(second) >= alone > 3
+    memory = second.executor._resident.runner.memory
+    memory.caches[-1].zero_()
+    before = accepted(second)
+    tokens, _ = pair.say(second, prompt=prompt)
+    assert tokens == wanted and accepted(second) - before < alone
 
 
 def test_what_does_not_come_is_computed_again(pair: Pair) -> None:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import msgspec
 import torch
@@ -31,6 +32,8 @@ from headrace.back.runner.memory import KVCounts, count_kv, least_blocks, least_
 from headrace.back.runner.runner import Runner, RunnerPlan
 from headrace.back.runner.stages import runner_of
 from headrace.back.runner.states import StateFactory, state_of
+from headrace.back.runner.states.encoded_files import EncodedFiles
+from headrace.back.runner.states.encoder_cache import FilesFactory
 from headrace.back.runner.warmup import run_largest, warm_up
 from headrace.back.speculative.network import DraftNetwork
 from headrace.base.config.resolved import EngineSpec
@@ -98,9 +101,14 @@ def plan_runner(
         counts=counts,
         projection=load_projection(spec.model, device),
         steps=steps,
-        state=state or state_of(model),
+        state=state or state_of(model, _encoded_files(spec)),
         network=network,
     )
+
+
+def _encoded_files(spec: EngineSpec) -> FilesFactory | None:
+    files = spec.kv.encoder_files
+    return None if files is None else partial(EncodedFiles, files, spec.model)
 
 
 def foretold(spec: EngineSpec, model: CausalModel) -> tuple[KVLayout, KVCounts]:

@@ -146,6 +146,19 @@ class KVOptions(msgspec.Struct, frozen=True, kw_only=True):
             description="So many requests must begin alike before their KV is stored: what comes once costs nothing."
         ),
     ] = 2
+    encoder_cache_path: Annotated[
+        str | None,
+        Meta(
+            description="Folder in which what an encoder gave for images, video and sounds is kept, for all servers of "
+            "the model that see it: an input is encoded once. Without --tensor-parallel. Default: it is kept nowhere."
+        ),
+    ] = None
+    encoder_cache_bytes: Annotated[
+        Bytes,
+        Meta(
+            description="The most that all files in encoder_cache_path may take; what was not used longest goes."
+        ),
+    ] = "4GiB"
     kv_eviction: Annotated[
         Literal["lru", "lfu"],
         Meta(

@@ -157,6 +157,14 @@ class KVStoreSpec(msgspec.Struct, frozen=True, kw_only=True):
     after: int = 2
 
 
+class EncoderFilesSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What encoders gave for media, kept in the folder `path`, whose files take at most
+    `max_bytes`."""
+
+    path: str
+    max_bytes: int
+
+
 class KVSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The KV cache. Exactly one of `num_blocks` and `memory_bytes` is set; the workers turn bytes
     into blocks.
@@ -165,7 +173,7 @@ class KVSpec(msgspec.Struct, frozen=True, kw_only=True):
     (DeviceSpec). `least_tokens`: one sequence of so many must fit, which the user stated beside the
     memory. `slot_save_path`: where conversations are saved, all files together at most
     `slot_save_bytes`; None: nowhere. `transfer` None: its KV passes to no other server; `store`
-    None: it is kept nowhere else.
+    None: it is kept nowhere else. `encoder_files` None: what encoders gave is kept nowhere else.
     """
 
     block_tokens: int
@@ -181,6 +189,7 @@ class KVSpec(msgspec.Struct, frozen=True, kw_only=True):
     choices: CacheChoices = CacheChoices()
     events_path: str | None = None
     layout: str = "layers"
+    encoder_files: EncoderFilesSpec | None = None
 
 
 class SchedulerSpec(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,6 +11,7 @@ import torch
 from headrace.back.models.protocol import CausalModel
 from headrace.back.runner.encoder_graphs import graphs_on, recorded_encoder
 from headrace.back.runner.memory import KVMemory
+from headrace.back.runner.states.encoder_cache import FilesFactory
 from headrace.back.runner.states.encoder_inputs import EncoderInputs, Sounds, Spectrograms
 from headrace.back.runner.states.media import Media
 from headrace.back.runner.states.plain import PlainDecoder, PlainEncoder
@@ -39,8 +40,9 @@ STATES: dict[str, StateFactory] = {
 """By `CausalModel.state`."""
 
 
-def state_of(model: CausalModel) -> StateFactory:
-    """What makes the state of a model: that of its decoder, within that of its encoder."""
+def state_of(model: CausalModel, files: FilesFactory | None = None) -> StateFactory:
+    """What makes the state of a model: that of its decoder, within that of its encoder. `files`:
+    see EncoderCache."""
     base, media = STATES[model.state], model.media
     if media is None:
         return base
@@ -49,4 +51,5 @@ def state_of(model: CausalModel) -> StateFactory:
         recorded_encoder(media, graphs_on(device)),
         max_rows=max_rows,
         device=device,
+        files=files,
     )

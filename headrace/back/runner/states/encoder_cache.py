@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -18,7 +19,8 @@ import torch
 from headrace.back.kernels.upload import to_device
 from headrace.back.layers.vision.encoder import MediaEncoder, Passes, resting, run_through
 from headrace.back.layers.vision.packing import packed
-from headrace.back.runner.warmup_media import grid_of
+from headrace.back.runner.states.encoded_files import EncodedFiles
+from headrace.back.runner.warmup_media import KEY, grid_of
 from headrace.base.wire.media import (
     MediaContent,
     MediaForm,
@@ -31,6 +33,10 @@ CACHE_TOKENS = 32_768
 """Tokens of all inputs that the workers hold at a time, and so of one request at most."""
 ENCODE_ROWS = 16_384
 """Patches that one pass of the encoder takes, unless one input has more: bounds its memory."""
+
+
+FilesFactory: TypeAlias = Callable[[int, torch.dtype], EncodedFiles]
+"""Makes the files of an encoder, from the numbers of a row and their type."""
 
 
 @dataclass(slots=True)
@@ -47,7 +53,10 @@ class _Entry:
 class EncoderCache:
     """Encoded inputs by key, as the core says. arena_CW: their rows, and one of zeros."""
 
-    def __init__(self, encoder: MediaEncoder, device: torch.device) -> None:
+    def __init__(
+        self, encoder: MediaEncoder, device: torch.device, files: EncodedFiles | None = None
+    ) -> None:
+        """`files`: what other servers have encoded; None: they tell nothing."""
         width = encoder.width * (1 + encoder.layers)
         self._encoder, self._device = encoder, device
         self.arena_CW = torch.empty(CACHE_TOKENS + 1, width, dtype=encoder.dtype, device=device)
@@ -57,6 +66,7 @@ class EncoderCache:
         self._forms = {form.kind: form for form in encoder.forms}
         self._marks_KW: torch.Tensor | None = None
         self.num_encoded = 0
+        self.files = files
 
     def take(self, payload: MediaPayload) -> None:
         """Drops and takes in what a step's payload says."""
@@ -67,8 +77,24 @@ class EncoderCache:
         for content in payload.added:
             if content.key not in self._entries:
                 self._entries[content.key] = _Entry(content)
+                self._load(content)
         if payload.work:
             self.advance(payload.work)
+
+    def _load(self, content: MediaContent) -> None:
+        """Takes in what another server has encoded, if it has."""
+        if self.files is None or not self._is_stored(content):
+            return
+        tokens = self._forms[content.kind].num_rows(content.grid, content.cut)
+        rows_MW = self.files.load(content, tokens)
+        if rows_MW is not None:
+            self._place([self._entries[content.key]], rows_MW.to(self._device))
+
+    def _is_stored(self, content: MediaContent) -> bool:
+        """Whether the rows of an input are all that its pass gives: not those of marks."""
+        packing = self._forms[content.kind].packing
+        plain = packing is None or not packing.marks
+        return plain and not content.embedded and content.key != KEY  # a warm-up has to encode
 
     def advance(self, work: Sequence[MediaWork]) -> None:
         """Goes on with passes as far as each is to be; one that is run again finds them there."""
@@ -132,6 +158,9 @@ class EncoderCache:
         tokens = [form.num_rows(grid, cut) for grid, cut in zip(grids, cuts, strict=True)]
         assert y_MW.shape[0] == sum(tokens), (y_MW.shape, tokens)
         self._place(entries, y_MW, tokens)
+        if self.files is not None and self._is_stored(contents[0]):
+            for content, rows_MW in zip(contents, y_MW.split(tokens), strict=True):
+                self.files.save(content, rows_MW)
         self.num_encoded += len(entries)
 
     def _embedded(self, content: MediaContent) -> torch.Tensor:

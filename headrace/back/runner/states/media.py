@@ -32,7 +32,12 @@ from headrace.back.kernels.upload import to_device
 from headrace.back.layers.vision.axes_rope import PromptPositions
 from headrace.back.layers.vision.encoder import MediaEncoder
 from headrace.back.runner.batch import StepShape
-from headrace.back.runner.states.encoder_cache import CACHE_TOKENS, EncoderCache, rows_beside
+from headrace.back.runner.states.encoder_cache import (
+    CACHE_TOKENS,
+    EncoderCache,
+    FilesFactory,
+    rows_beside,
+)
 from headrace.back.runner.states.media_places import MediaPlaces
 from headrace.back.runner.states.state import ModelState
 from headrace.base.wire.media import MEDIA_HOOK, MediaPayload, MediaSpan
@@ -54,7 +59,13 @@ class Media:
     """The ModelState of a model with an encoder, around the one its decoder has by itself."""
 
     def __init__(
-        self, base: ModelState, encoder: MediaEncoder, *, max_rows: int, device: torch.device
+        self,
+        base: ModelState,
+        encoder: MediaEncoder,
+        *,
+        max_rows: int,
+        device: torch.device,
+        files: FilesFactory | None = None,
     ) -> None:
         self.in_graphs = base.in_graphs
         self.repeatable = base.repeatable
@@ -62,7 +73,8 @@ class Media:
         self.media_tokens = CACHE_TOKENS
         self.media_width = encoder.width * (1 + encoder.layers)
         self.host_until: np.ndarray | None = np.zeros(max_rows + 1, np.int64)
-        self.cache = EncoderCache(encoder, device)
+        stored = None if files is None else files(self.media_width, encoder.dtype)
+        self.cache = EncoderCache(encoder, device, stored)
         self._base, self._encoder, self._device = base, encoder, device
         self._rows: dict[int, _RowMedia] = {}
         self._mutual = {form.kind: form.mutual for form in encoder.forms}
@@ -96,6 +108,8 @@ class Media:
 
     def forget_content(self) -> None:
         """See ModelState: the core says which inputs go."""
+        if self.cache.files is not None:
+            self.cache.files.end()
         self._base.forget_content()
 
     def end(self, rows: np.ndarray) -> None:
