@@ -118,7 +118,7 @@ class KVTransfers(KVFileHook):
         super().__init__(spec.path, num_ranks, engine)
         self._spec, self._pushes = spec, pushes
         self._held: dict[int, _Held] = {}
-        self._sweep()
+        swept(self._folder, spec.lease_s)
 
     @property
     def counts(self) -> TransferCounts:
@@ -259,28 +259,12 @@ class KVTransfers(KVFileHook):
         return {}
 
     def _check_room(self, num_bytes: int) -> None:
-        total, count = self._sweep()
+        total, count = swept(self._folder, self._spec.lease_s)
         if count >= MAX_FILES or total + num_bytes > self._spec.max_bytes:
             raise Conflict(
                 f"{num_bytes} bytes more are too many: {count} files take {total} of the "
                 f"{self._spec.max_bytes} of --kv-transfer-bytes"
             )
-
-    def _sweep(self) -> tuple[int, int]:
-        """Removes what is older than the lease; the bytes and the number of the other files."""
-        total = count = 0
-        oldest = time.time() - self._spec.lease_s
-        with os.scandir(self._folder) as entries:
-            for entry in entries:
-                if _SUFFIX not in entry.name or not entry.is_file(follow_symlinks=False):
-                    continue
-                with contextlib.suppress(FileNotFoundError):
-                    facts = entry.stat(follow_symlinks=False)
-                    if facts.st_mtime < oldest:
-                        os.unlink(entry.path)
-                    else:
-                        total, count = total + facts.st_size, count + 1
-        return total, count
 
     # the one that answers
 
@@ -377,6 +361,24 @@ class KVTransfers(KVFileHook):
         """Where a transfer of a tenant lies: names of tenants do not meet, and are no paths."""
         digest = blake2b(f"{wire.tenant}\0{name}".encode(), digest_size=20).hexdigest()
         return self._folder / f"{digest}{_SUFFIX}"
+
+
+def swept(folder: Path, lease_s: float) -> tuple[int, int]:
+    """Removes transfers that are older than the lease; the bytes and the number of the other
+    files."""
+    total = count = 0
+    oldest = time.time() - lease_s
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if _SUFFIX not in entry.name or not entry.is_file(follow_symlinks=False):
+                continue
+            with contextlib.suppress(FileNotFoundError):
+                facts = entry.stat(follow_symlinks=False)
+                if facts.st_mtime < oldest:
+                    os.unlink(entry.path)
+                else:
+                    total, count = total + facts.st_size, count + 1
+    return total, count
 
 
 def _said(error: Exception) -> str:

@@ -28,15 +28,15 @@ import re
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
 
-from headrace.base.config.kv_options import KVOptions
 from headrace.base.config.resolved import KVPushSpec, KVTransferSpec
 from headrace.base.errors import ConfigError
-from headrace.core.kv_transfers import KVTransfers
+from headrace.core.kv_transfers import MAX_FILES, KVTransfers, swept
 from headrace.core.reports import EngineView
 
 log = logging.getLogger(__name__)
@@ -87,32 +87,6 @@ def read_key(path: str) -> bytes:
             field=field,
         )
     return key
-
-
-def push_of(options: KVOptions) -> KVPushSpec | None:
-    """Where KV is pushed to and where it comes in; ConfigError where that cannot be."""
-    listen, peers = options.kv_transfer_listen, options.kv_transfer_peers
-    if listen is None and not peers:
-        return None
-    for field, address in (
-        ("kv_transfer_listen", listen),
-        *(("kv_transfer_peers", peer) for peer in peers),
-    ):
-        host, _, port = (address or "").rpartition(":")
-        if address is not None and not (host and port.isdecimal() and int(port) < 1 << 16):
-            raise ConfigError(
-                f"--{field.replace('_', '-')}: {address!r:.100} given; HOST:PORT is wanted",
-                field=field,
-            )
-    if options.kv_transfer_key_file is None:
-        raise ConfigError(
-            "--kv-transfer-listen and --kv-transfer-peers need --kv-transfer-key-file: nobody else may "
-            "push KV",
-            field="kv_transfer_key_file",
-        )
-    read_key(options.kv_transfer_key_file)
-    path = str(Path(options.kv_transfer_key_file).expanduser().absolute())
-    return KVPushSpec(key_file=path, peers=peers, listen=listen)
 
 
 class Push:
@@ -200,20 +174,21 @@ class KVPushes:
 
 
 class KVReceiver:
-    """Listens for what is pushed to this server, and puts it into its folder, in which there may be
-    `max_bytes`."""
+    """Listens for what is pushed to this server, and puts it into its folder, within the bounds of
+    that; what nobody has fetched goes when the next one comes."""
 
-    def __init__(self, spec: KVPushSpec, folder: Path, max_bytes: int) -> None:
-        assert spec.listen is not None
-        self._key, self._folder, self._max_bytes = read_key(spec.key_file), folder, max_bytes
-        host, _, port = spec.listen.rpartition(":")
+    def __init__(self, spec: KVTransferSpec, listen: str, key: bytes) -> None:
+        self._folder, self._lease_s, self._max_bytes = Path(spec.path), spec.lease_s, spec.max_bytes
+        self._key = key
+        host, _, port = listen.rpartition(":")
         try:
             self._socket = socket.create_server((host.strip("[]"), int(port)), backlog=64)
         except OSError as error:
             raise ConfigError(
-                f"--kv-transfer-listen: {spec.listen} cannot be used: {error.strerror}",
+                f"--kv-transfer-listen: {listen} cannot be used: {error.strerror}",
                 field="kv_transfer_listen",
             ) from None
+        self._is_closed = False
         self._places = threading.BoundedSemaphore(MAX_CONNECTIONS)
         threading.Thread(target=self._accept, name="kv-receiver", daemon=True).start()
 
@@ -224,6 +199,7 @@ class KVReceiver:
 
     def close(self) -> None:
         """Takes no more connections."""
+        self._is_closed = True
         with contextlib.suppress(OSError):  # it is closed already
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -232,8 +208,12 @@ class KVReceiver:
         while True:
             try:
                 peer, _ = self._socket.accept()
-            except OSError:
-                return  # closed
+            except OSError as error:
+                if self._is_closed:
+                    return
+                log.warning("no connection was taken for KV: %s", error)
+                time.sleep(HEARTBEAT_S)
+                continue
             if not self._places.acquire(blocking=False):
                 peer.close()
                 continue
@@ -263,18 +243,18 @@ class KVReceiver:
                 size = _await_file(peer, marks)
                 if size is None:
                     return  # nothing is sent
-                if self._used() + size > self._max_bytes:
-                    raise _refused(peer, f"{size} bytes more are too many (--kv-transfer-bytes)")
+                self._check_room(peer, size)
                 _store(peer, size, mark)
                 os.replace(mark, path)
         peer.sendall(b"+")
 
-    def _used(self) -> int:
-        with os.scandir(self._folder) as entries:
-            return sum(
-                entry.stat(follow_symlinks=False).st_size
-                for entry in entries
-                if entry.is_file(follow_symlinks=False)
+    def _check_room(self, peer: socket.socket, num_bytes: int) -> None:
+        total, count = swept(self._folder, self._lease_s)
+        if count >= MAX_FILES or total + num_bytes > self._max_bytes:
+            raise _refused(
+                peer,
+                f"{num_bytes} bytes more are too many: {count} files take {total} of the "
+                f"{self._max_bytes} of --kv-transfer-bytes",
             )
 
 
@@ -390,10 +370,10 @@ def transfers_of(
 ) -> KVTransfers:
     """The transfers of a core. The first core of a server listens for all of them, as they share
     the folder; `core_socket`: where this one listens."""
-    push, folder = spec.push, Path(spec.path)
+    push = spec.push
     if push is None:
         return KVTransfers(spec, num_ranks, engine)
     transfers = KVTransfers(spec, num_ranks, engine, KVPushes(push))
     if push.listen is not None and Path(core_socket).stem == "core-0":
-        KVReceiver(push, folder, spec.max_bytes)
+        KVReceiver(spec, push.listen, read_key(push.key_file))
     return transfers

@@ -12,6 +12,7 @@ from headrace.base.config.kv_options import CacheChoices
 from headrace.base.config.resolved import (
     DeviceSpec,
     EncoderFilesSpec,
+    KVPushSpec,
     KVSpec,
     KVStoreSpec,
     KVTransferSpec,
@@ -20,7 +21,7 @@ from headrace.base.config.tree import KVOptions
 from headrace.base.config.units import parse_bytes
 from headrace.base.errors import ConfigError
 from headrace.core.kv.hashing import check_hash
-from headrace.launch.kv_push import push_of
+from headrace.launch.kv_push import read_key
 from headrace.launch.model_facts import ModelFacts
 
 FIELD = "slot_save_path"
@@ -74,6 +75,32 @@ def with_slots(
         push=push_of(options),
     )
     return msgspec.structs.replace(spec, transfer=transfer)
+
+
+def push_of(options: KVOptions) -> KVPushSpec | None:
+    """Where KV is pushed to and where it comes in; ConfigError where that cannot be."""
+    listen, peers = options.kv_transfer_listen, options.kv_transfer_peers
+    if listen is None and not peers:
+        return None
+    for field, address in (
+        ("kv_transfer_listen", listen),
+        *(("kv_transfer_peers", peer) for peer in peers),
+    ):
+        host, _, port = (address or "").rpartition(":")
+        if address is not None and not (host and port.isdecimal() and int(port) < 1 << 16):
+            raise ConfigError(
+                f"--{field.replace('_', '-')}: {address!r:.100} given; HOST:PORT is wanted",
+                field=field,
+            )
+    if options.kv_transfer_key_file is None:
+        raise ConfigError(
+            "--kv-transfer-listen and --kv-transfer-peers need --kv-transfer-key-file: nobody else may "
+            "push KV",
+            field="kv_transfer_key_file",
+        )
+    read_key(options.kv_transfer_key_file)
+    path = str(Path(options.kv_transfer_key_file).expanduser().absolute())
+    return KVPushSpec(key_file=path, peers=peers, listen=listen)
 
 
 def _encoder_files(

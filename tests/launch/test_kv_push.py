@@ -14,10 +14,11 @@ from pathlib import Path
 import pytest
 
 from headrace.base.config.kv_options import KVOptions
-from headrace.base.config.resolved import KVPushSpec
+from headrace.base.config.resolved import KVPushSpec, KVTransferSpec
 from headrace.base.errors import ConfigError
 from headrace.launch import kv_push
-from headrace.launch.kv_push import Announcement, KVPushes, KVReceiver, push_of
+from headrace.launch.kv_push import Announcement, KVPushes, KVReceiver
+from headrace.launch.slots import push_of
 
 NAME = "0123456789abcdef" * 2 + "01234567.hrkv"
 ROOT = Path(__file__).parents[2]
@@ -41,8 +42,8 @@ class Ends:
         self.there, self.here = root / "there", root / "here"
         self.there.mkdir()
         self.here.mkdir()
-        listening = KVPushSpec(key_file=str(self.key), listen="127.0.0.1:0")
-        self.receiver = KVReceiver(listening, self.there, 100_000)
+        spec = KVTransferSpec(path=str(self.there), max_bytes=100_000, lease_s=30.0)
+        self.receiver = KVReceiver(spec, "127.0.0.1:0", b"k" * 40)
         self.peer = f"127.0.0.1:{self.receiver.port}"
         self.pushes = self.sender(self.key)
         self.mark = self.there / f"{NAME}.part"
@@ -121,6 +122,18 @@ def test_what_is_refused_leaves_nothing(ends: Ends, what: str, tmp_path: Path) -
     assert told is not None and reason in told
     until(lambda: ends.names() == ([NAME] if what == "name taken" else []))
     assert not list(ends.here.iterdir())
+
+
+def test_what_nobody_fetched_makes_room_when_its_lease_is_over(ends: Ends) -> None:
+    for name, age_s in (("0" * 40, 1000), ("1" * 40, 0)):
+        path = ends.there / f"{name}.hrkv"
+        path.write_bytes(bytes(60_000))
+        os.utime(path, (time.time() - age_s,) * 2)
+    push = ends.pushes.begin(ends.peer, NAME, 1)
+    assert push is not None
+    push.send([ends.file(bytes(30_000))])
+    assert ends.end() is None
+    assert ends.names() == [NAME, f"{'1' * 40}.hrkv"]
 
 
 def test_a_receiver_that_is_not_there_costs_the_transfer_alone(ends: Ends) -> None:
@@ -212,6 +225,6 @@ def test_what_cannot_be_is_refused_at_start(tmp_path: Path) -> None:
         key.write_text("k" * 32)
         key.chmod(0o600)
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        spec = KVPushSpec(key_file=str(key), listen=address)
+        spec = KVTransferSpec(path=str(tmp_path), max_bytes=1, lease_s=1.0)
         with pytest.raises(ConfigError, match="cannot be used: Address already in use"):
-            KVReceiver(spec, tmp_path, 1)
+            KVReceiver(spec, address, b"k" * 32)
