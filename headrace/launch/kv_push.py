@@ -34,7 +34,8 @@ from pathlib import Path
 
 import msgspec
 
-from headrace.base.config.resolved import KVPushSpec, KVTransferSpec
+from headrace.base.config.kv_options import KVPushSpec
+from headrace.base.config.resolved import KVTransferSpec
 from headrace.base.errors import ConfigError
 from headrace.core.kv_transfers import MAX_FILES, KVTransfers, swept
 from headrace.core.reports import EngineView

@@ -8,15 +8,8 @@ from pathlib import Path
 
 import msgspec
 
-from headrace.base.config.kv_options import CacheChoices
-from headrace.base.config.resolved import (
-    DeviceSpec,
-    EncoderFilesSpec,
-    KVPushSpec,
-    KVSpec,
-    KVStoreSpec,
-    KVTransferSpec,
-)
+from headrace.base.config.kv_options import CacheChoices, EncoderFilesSpec, KVPushSpec
+from headrace.base.config.resolved import DeviceSpec, KVSpec, KVStoreSpec, KVTransferSpec
 from headrace.base.config.tree import KVOptions
 from headrace.base.config.units import parse_bytes
 from headrace.base.errors import ConfigError

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace.base.config.kv_options import KVOptions
-from headrace.base.config.resolved import KVPushSpec, KVTransferSpec
+from headrace.base.config.kv_options import KVOptions, KVPushSpec
+from headrace.base.config.resolved import KVTransferSpec
 from headrace.base.errors import ConfigError
 from headrace.launch import kv_push
 from headrace.launch.kv_push import Announcement, KVPushes, KVReceiver

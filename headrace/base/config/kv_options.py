@@ -22,6 +22,23 @@ class CacheChoices(msgspec.Struct, frozen=True, kw_only=True):
     watched_blocks: int = 0
 
 
+class KVPushSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """KV that passes over TCP: to the `peers` (host:port), and from others to `listen`, None: from
+    nobody. `key_file` holds the secret that all of them know."""
+
+    key_file: str
+    peers: tuple[str, ...] = ()
+    listen: str | None = None
+
+
+class EncoderFilesSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What encoders gave for media, kept in the folder `path`, whose files take at most
+    `max_bytes`."""
+
+    path: str
+    max_bytes: int
+
+
 class KVOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The KV cache."""
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.base.config.kv_options import CacheChoices
+from headrace.base.config.kv_options import CacheChoices, EncoderFilesSpec, KVPushSpec
 from headrace.base.config.media import ImageNorm, MediaSpec, SoundSettings
 from headrace.base.config.pooling import DenseSpec, PoolingSpec
 from headrace.base.config.quantization_options import QuantizationParts
@@ -127,15 +127,6 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     prompt_embeds: bool = False
 
 
-class KVPushSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """KV that passes over TCP: to the `peers` (host:port), and from others to `listen`, None: from
-    nobody. `key_file` holds the secret that all of them know."""
-
-    key_file: str
-    peers: tuple[str, ...] = ()
-    listen: str | None = None
-
-
 class KVTransferSpec(msgspec.Struct, frozen=True, kw_only=True):
     """KV that passes to other servers and comes from them through the folder `path`, whose files
     take at most `max_bytes` and are kept for `lease_s`. `recomputes`: what does not come is
@@ -155,14 +146,6 @@ class KVStoreSpec(msgspec.Struct, frozen=True, kw_only=True):
     path: str
     max_bytes: int
     after: int = 2
-
-
-class EncoderFilesSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What encoders gave for media, kept in the folder `path`, whose files take at most
-    `max_bytes`."""
-
-    path: str
-    max_bytes: int
 
 
 class KVSpec(msgspec.Struct, frozen=True, kw_only=True):

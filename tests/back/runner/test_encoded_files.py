@@ -15,7 +15,8 @@ import torch
 from headrace.back.executor.inline import InlineExecutor
 from headrace.back.runner.states.encoded_files import EncodedFiles
 from headrace.back.runner.states.encoder_cache import EncoderCache
-from headrace.base.config.resolved import EncoderFilesSpec, ModelSpec
+from headrace.base.config.kv_options import EncoderFilesSpec
+from headrace.base.config.resolved import ModelSpec
 from headrace.base.wire.media import MediaContent
 from tests.models.media import Prompt, SeeingEngine, engine_spec
 from tests.models.test_qwen_vl import CASES, Seen, save_case

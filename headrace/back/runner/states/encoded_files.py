@@ -22,7 +22,8 @@ from pathlib import Path
 import msgspec
 import torch
 
-from headrace.base.config.resolved import EncoderFilesSpec, ModelSpec
+from headrace.base.config.kv_options import EncoderFilesSpec
+from headrace.base.config.resolved import ModelSpec
 from headrace.base.wire.media import MediaContent
 
 log = logging.getLogger(__name__)
