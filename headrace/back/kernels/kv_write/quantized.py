@@ -130,10 +130,10 @@ def quantize(
     assert fixed is None or form == "fp8", form
     top = x.abs().amax(-1)
     # A number divided by a tensor is its reciprocal's product to torch: rounded twice.
-    inverse = torch.where(top > 1e-30, top.new_tensor(LARGEST[form]) / top, 0)
+    inverse = torch.where(top > 1e-30, top.new_full((), LARGEST[form]) / top, 0)
     scales = top / LARGEST[form]
     if fixed is not None:
-        inverse, scales = x.new_tensor(1.0) / fixed.expand(top.shape), fixed.expand(top.shape)
+        inverse, scales = x.new_full((), 1.0) / fixed.expand(top.shape), fixed.expand(top.shape)
     scaled = (x * inverse[..., None]).clamp_(-LARGEST[form], LARGEST[form])
     quantized = (
         scaled.to(FLOATS[form]).view(torch.int8)
@@ -147,10 +147,10 @@ def _whole_numbers(
     x: torch.Tensor, lost: torch.Tensor, most: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     low, high = x.amin(-1), x.amax(-1)
-    pair = torch.stack(((high - low) / x.new_tensor(float(most)), low), -1).to(torch.float16)
+    pair = torch.stack(((high - low) / x.new_full((), float(most)), low), -1).to(torch.float16)
     lost = lost | ~pair.isfinite().all(-1)
     scale, base = pair.float().masked_fill(lost[..., None], 0).unbind(-1)
-    inverse = torch.where(scale > 0, x.new_tensor(1.0) / scale, 0)
+    inverse = torch.where(scale > 0, x.new_full((), 1.0) / scale, 0)
     numbers = ((x - base[..., None]) * inverse[..., None]).clamp_(0, most).round().to(torch.int8)
     slots = pair.contiguous().view(torch.float32)[..., 0]
     return numbers.masked_fill(lost[..., None], 0), slots.masked_fill(lost, torch.nan)
@@ -187,7 +187,7 @@ def _hadamard(x: torch.Tensor) -> torch.Tensor:
         first, second = x.unflatten(-1, (-1, 2, apart)).unbind(-2)
         x = torch.stack((first + second, first - second), -2).flatten(-3)
         apart *= 2
-    return x * x.new_tensor(size**-0.5)
+    return x * x.new_full((), size**-0.5)
 
 
 def rotation(head_dim: int) -> torch.Tensor:
@@ -206,8 +206,8 @@ def _e2m1(x: torch.Tensor, lost: torch.Tensor, form: str) -> tuple[torch.Tensor,
     groups = F.pad(x, (0, -head_dim % _SHARED)).unflatten(-1, (-1, _SHARED))
     largest = groups.abs().amax(-1)
     top = largest.amax(-1, keepdim=True)
-    outer = top / top.new_tensor(6 * most)
-    inverse = torch.where(top > 1e-30, top.new_tensor(most) / top, 0)
+    outer = top / top.new_full((), 6 * most)
+    inverse = torch.where(top > 1e-30, top.new_full((), most) / top, 0)
     numbers, group_scales = _e2m1_groups(groups, largest * inverse, outer)
     if form == "nvfp4-4over6":
         fours, scales_of_fours = _e2m1_groups(groups, largest * inverse * 1.5, outer)
@@ -231,7 +231,7 @@ def _e2m1_groups(
     units of the token's."""
     group_scales = wanted.clamp(max=LARGEST["fp8"]).to(torch.float8_e4m3fn)
     scales = group_scales.float() * outer
-    unit = torch.where(scales > 0, scales.new_tensor(1.0) / scales, 0)
+    unit = torch.where(scales > 0, scales.new_full((), 1.0) / scales, 0)
     sizes = groups.abs() * unit[..., None]
     steps = torch.tensor((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0), device=groups.device)
     numbers = torch.bucketize(sizes, steps)  # a tie goes down

@@ -123,7 +123,7 @@ def narrow_write_kernel(
     place = slot % BLOCK_TOKENS
     offset = slot // BLOCK_TOKENS * block_stride + i_k * head_stride + i_kind * kind_stride
     p_values = kv + offset + place * BYTES
-    if LARGEST:
+    if LARGEST > 0.0:
         G: tl.constexpr = HEAD_DIM // 16
         b_number, b_bytes, b_slot = e2m1_numbers(b_x, G, LARGEST, FORM == "nvfp4-4over6")
         b_number = tl.reshape(b_number, [HEAD_DIM])

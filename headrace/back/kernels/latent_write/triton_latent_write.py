@@ -116,7 +116,7 @@ def latent_write_kernel(
     o_c = tl.arange(0, C)
     m_f, m_c = o_f < ROTARY // 2, o_c < RANK
     WIDTH: tl.constexpr = RANK + ROTARY
-    OWN: tl.constexpr = RANK // 2 + RANK // 16 if E2M1 else RANK
+    OWN: tl.constexpr = RANK // 2 + RANK // 16 if E2M1 > 0.0 else RANK
     p_latent = latent + i_t * latent_stride
     b_x = tl.load(p_latent + o_c, mask=m_c, other=0.0).to(tl.float32)
     p_angles = table + tl.load(position + i_t) * ROTARY + o_f
@@ -133,7 +133,7 @@ def latent_write_kernel(
     if QUANTIZED:
         b_y = b_y.to(latent.dtype.element_ty).to(tl.float32)
         top = tl.max(_size(b_y), axis=0)
-        if E2M1:
+        if E2M1 > 0.0:
             b_y = tl.where(top < float("inf"), b_y, 0.0)
             b_unit = _write_e2m1(p_kv, b_y, C, E2M1, FOURS)
             b_unit = tl.where(top < float("inf"), b_unit, float("nan"))

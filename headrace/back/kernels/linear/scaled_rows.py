@@ -48,7 +48,7 @@ def scaled_rows(
             (values.round() if dtype is torch.int8 else values).to(dtype), scales.contiguous()
         )
     # Beside a number torch multiplies by reciprocals, here and below: two roundings.
-    largest = top.new_tensor(most)
+    largest = top.new_full((), most)
     inverse = torch.where(top > 1e-30, largest / top, 0)
     values = (padded * inverse).clamp(-most, most).view(tokens, -1)[:, :inputs]
     values = values.round() if dtype is torch.int8 else values

@@ -60,7 +60,7 @@ def quantize_activations(x_TI: torch.Tensor, *, group: int) -> tuple[torch.Tenso
     padded = padded.masked_fill(lost, 0)
     top = padded.abs().amax(-1, keepdim=True)
     # A number divided by a tensor is its reciprocal's product to torch: rounded twice.
-    inverse = torch.where(top > 1e-30, top.new_tensor(127.0) / top, 0)
+    inverse = torch.where(top > 1e-30, top.new_full((), 127.0) / top, 0)
     quantized = (padded * inverse).round().view(tokens, -1)[:, :inputs]
     return quantized.double(), (top / 127.0).masked_fill(lost, torch.nan)[..., 0]
 
