@@ -21,7 +21,14 @@ from headrace.launch.feature_pairs import (
     UnshownPair,
 )
 from headrace.launch.model_facts import ModelFacts
-from headrace.launch.rank_modes import EXPERTS, FOLLOWING, SHARED, beside_ranks, with_modes
+from headrace.launch.rank_modes import (
+    EXPERTS,
+    FOLLOWING,
+    HEADS_ON_GPUS,
+    SHARED,
+    beside_ranks,
+    with_modes,
+)
 
 _ON_GPUS = ShownPair(
     "e2e/test_pipeline_on_gpus.py::test_stages_and_parts_give_the_tokens_of_one_device"
@@ -104,6 +111,18 @@ FEATURES: tuple[Feature, ...] = (
         name="GPUs",
         option="--device cuda",
         wanted=lambda start: start.engine.device.device == "cuda",
+        beside={
+            TENSOR: ShownPair("back/test_cuda.py::test_several_devices_give_the_tokens_of_one"),
+            PIPELINE: _ON_GPUS,
+            SEQUENCE: _ON_GPUS,
+        },
+    ),
+    Feature(
+        name=HEADS_ON_GPUS,
+        option="--device cuda with a model whose caches are of several heads",
+        wanted=lambda start: (
+            start.engine.device.device == "cuda" and max(start.model.cache_heads, default=1) > 1
+        ),
         beside={
             TENSOR: ShownPair("back/test_cuda.py::test_several_devices_give_the_tokens_of_one"),
             PIPELINE: _ON_GPUS,

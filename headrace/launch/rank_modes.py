@@ -13,6 +13,7 @@ _EXPERT_RANKS = ShownPair(
 )
 _MODELS = "back/parallel/test_context.py::"
 MOVING = "experts that follow their loads"
+HEADS_ON_GPUS = "caches of heads on GPUs"
 _SAME_EXPERTS = UnshownPair("ranks add up what they do without it")
 _ON_GPUS = ShownPair("e2e/test_ranks_on_gpus.py::test_ranks_on_gpus_write_what_one_writes")
 _SAME_CONTEXT = UnshownPair("it is blind to where a token's keys lie")
@@ -23,6 +24,7 @@ _OF_EXPERTS: Mapping[str, Entry] = {
     "pipeline parallelism": ShownPair("e2e/test_pipeline.py::test_stages_answer_as_one_worker"),
     "decode context parallelism": _EXPERT_RANKS,
     "GPUs": _ON_GPUS,
+    HEADS_ON_GPUS: _ON_GPUS,
     MOVING: _EXPERT_RANKS,
     "drafts by prompt lookup": _EXPERT_RANKS,
     "drafters with weights": _EXPERT_RANKS,
@@ -42,6 +44,9 @@ _OF_CONTEXT: Mapping[str, Entry] = {
     "expert parallelism": _EXPERT_RANKS,
     MOVING: _EXPERT_RANKS,
     "GPUs": _ON_GPUS,
+    HEADS_ON_GPUS: RefusedPair(
+        "there the first start ended in a device-side assert; caches of latents are shared"
+    ),
     "prefix cache, prompts in chunks, preemption": ShownPair(
         "e2e/test_shared_context.py::test_ranks_that_share_the_context_answer_as_one_worker"
     ),

@@ -23,7 +23,15 @@ from headrace.launch.parallel_modes import (
     pairs,
 )
 from headrace.launch.resolve import resolve
-from tests.launch.test_resolve import CPU, CUDA, MODEL, MOVING_EXPERTS, SHARED_CONTEXT, resolved
+from tests.launch.test_resolve import (
+    CPU,
+    CUDA,
+    MODEL,
+    MOVING_EXPERTS,
+    SHARED_CONTEXT,
+    options,
+    resolved,
+)
 
 TESTS = Path(__file__).parents[1]
 
@@ -71,11 +79,20 @@ def test_a_pair_that_is_refused_is_named_with_its_reason(
 
 
 @pytest.mark.parametrize(
-    "device",
-    [{"pipeline_parallel": 2}, {"tensor_parallel": 2, "sequence_parallel": True}, SHARED_CONTEXT],
+    "device", [{"pipeline_parallel": 2}, {"tensor_parallel": 2, "sequence_parallel": True}]
 )
 def test_modes_that_gpus_have(device: dict[str, Any]) -> None:
     assert resolved(CUDA, device={**device, "device": "cuda"}).engine.device.device == "cuda"
+
+
+def test_gpus_share_out_caches_of_latents() -> None:
+    """Of heads it is refused: on four GPUs a start ended in a device-side assert."""
+    device = {"tensor_parallel": 4, "decode_context_parallel_size": 2, "device": "cuda"}
+    machine = msgspec.structs.replace(CUDA, count=4)
+    heads, latents = (msgspec.structs.replace(MODEL, cache_heads=(n,)) for n in (2, 1))
+    assert resolve(options(device=device), latents, machine).engine.device.context is not None
+    with pytest.raises(ConfigError, match="--device cuda with a model whose caches are of several"):
+        resolve(options(device=device), heads, machine)
 
 
 def test_gpus_read_no_counts_between_kernels() -> None:
