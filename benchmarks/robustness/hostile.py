@@ -27,6 +27,7 @@ RANKED = {"query": "fox", "documents": ["dog"]}
 ANSWER = {"choices": [{"token_ids": [5], "finish_reason": "stop"}]}
 
 ANSWERED: dict[str, dict[str, Any]] = {
+    "/scale_elastic_ep": {"new_data_parallel_size": 1},
     "/abort_requests": {"request_ids": ["x"]},
     "/inference/v1/abort_requests": {"request_ids": ["x"]},
     "/v1/load_lora_adapter": {"lora_name": "x", "lora_path": "/nowhere"},

@@ -236,7 +236,7 @@ def _named(name: str) -> dict[str, Any]:
             "assistant",
         ),
         ({"return_token_offsets": True, "stream": True}, "return_token_offsets", "streamed"),
-        ({"kv_transfer_params": {"remote_host": "x"}}, "kv_transfer_params.remote_host", "null"),
+        ({"kv_transfer_params": {"remote_host": "x"}}, "kv_transfer_params", "go together"),
         (
             {"kv_transfer_params": {"do_remote_decode": True}},
             "kv_transfer_params",

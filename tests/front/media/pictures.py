@@ -6,7 +6,6 @@ import io
 from fractions import Fraction
 from typing import Any
 
-import av
 import numpy as np
 from PIL import Image
 
@@ -39,7 +38,9 @@ def clip(
     container: str = "mp4",
     codec: str = "mpeg4",
 ) -> bytes:
-    """A video file."""
+    """A video file; PyAV is asked for here alone, as machines with a GPU lack it."""
+    import av
+
     buffer = io.BytesIO()
     with av.open(buffer, "w", format=container) as file:
         stream = file.add_stream(codec, rate=rate)

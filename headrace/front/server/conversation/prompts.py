@@ -181,7 +181,7 @@ def prompts_of(request: CompletionRequest) -> list[str | list[int] | SentVectors
         for i, one in enumerate([sent] if isinstance(sent, str) else sent or [])
     ]
     if request.prompt is None and not vectors:
-        raise InvalidRequest("prompt: is missing", field="prompt")
+        raise InvalidRequest("prompt: this field is required", field="prompt")
     texts = _texts_of(request.prompt) if request.prompt or not vectors else []
     prompts = [*vectors, *texts]
     _check_count(len(prompts), max(request.n or 1, request.best_of or 1))
