@@ -24,9 +24,9 @@ from headrace.launch.model_facts import ModelFacts
 from headrace.launch.rank_modes import (
     EXPERTS,
     FOLLOWING,
-    HEADS_ON_GPUS,
     SHARED,
     beside_ranks,
+    heads_on_gpus,
     with_modes,
 )
 
@@ -111,18 +111,6 @@ FEATURES: tuple[Feature, ...] = (
         name="GPUs",
         option="--device cuda",
         wanted=lambda start: start.engine.device.device == "cuda",
-        beside={
-            TENSOR: ShownPair("back/test_cuda.py::test_several_devices_give_the_tokens_of_one"),
-            PIPELINE: _ON_GPUS,
-            SEQUENCE: _ON_GPUS,
-        },
-    ),
-    Feature(
-        name=HEADS_ON_GPUS,
-        option="--device cuda with a model whose caches are of several heads",
-        wanted=lambda start: (
-            start.engine.device.device == "cuda" and max(start.model.cache_heads, default=1) > 1
-        ),
         beside={
             TENSOR: ShownPair("back/test_cuda.py::test_several_devices_give_the_tokens_of_one"),
             PIPELINE: _ON_GPUS,
@@ -346,6 +334,7 @@ FEATURES: tuple[Feature, ...] = (
         },
     ),
 )
+FEATURES = (FEATURES[0], heads_on_gpus(FEATURES[0]), *FEATURES[1:])
 FEATURES = tuple(replace(one, beside={**one.beside, **beside_ranks(one.name)}) for one in FEATURES)
 
 

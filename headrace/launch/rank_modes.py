@@ -83,6 +83,16 @@ SHARED = Feature(
 )
 
 
+def heads_on_gpus(gpus: Feature) -> Feature:
+    """The row of GPUs, for models whose caches keep keys and values of several heads."""
+    return replace(
+        gpus,
+        name=HEADS_ON_GPUS,
+        option="--device cuda with a model whose caches are of several heads",
+        wanted=lambda start: gpus.wanted(start) and max(start.model.cache_heads, default=1) > 1,
+    )
+
+
 def beside_ranks(name: str) -> dict[str, Entry]:
     """How the row of this name goes with the two."""
     return {
