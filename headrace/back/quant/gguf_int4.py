@@ -87,16 +87,17 @@ def _q2_k(blocks_RBN: torch.Tensor) -> Unpacked:
     )
 
 
-def _ternary(
-    numbers: Callable[[vectors.U8], vectors.WholeNumbers],
+def _narrow(
+    numbers: Callable[[vectors.U8], vectors.WholeNumbers], scales_of: int = 1
 ) -> Callable[[torch.Tensor], Unpacked]:
-    """-1, 0 and 1 with a scale for 256, as two of 128."""
+    """Numbers of 1 and 2 bits; the scale of a block stands there `scales_of` times (for 256 values
+    twice for 128)."""
 
     def unpack(blocks_RBN: torch.Tensor) -> Unpacked:
         rows, device = len(blocks_RBN), blocks_RBN.device
         whole = numbers(np.ascontiguousarray(blocks_RBN.flatten(0, 1).cpu().numpy()))
         values, scales = (torch.from_numpy(one).to(device).view(rows, -1) for one in whole)
-        return (values + OFFSET).to(torch.uint8), scales.repeat_interleave(2, 1), None
+        return (values + OFFSET).to(torch.uint8), scales.repeat_interleave(scales_of, 1), None
 
     return unpack
 
@@ -106,7 +107,9 @@ BLOCK_TYPES = {
     "Q4_0": BlockType("int4", 32, 18, _q4_0),
     "Q4_1": BlockType("int4-asym", 32, 20, _q4_1),
     "Q4_K": BlockType("int4-asym", 256, 144, _q4_k),
-    "TQ1_0": BlockType("int4-g128", 256, 54, _ternary(vectors.tq1_0)),
-    "TQ2_0": BlockType("int4-g128", 256, 66, _ternary(vectors.tq2_0)),
+    "TQ1_0": BlockType("int4-g128", 256, 54, _narrow(vectors.tq1_0, 2)),
+    "TQ2_0": BlockType("int4-g128", 256, 66, _narrow(vectors.tq2_0, 2)),
+    "Q1_0": BlockType("int4-g128", 128, 18, _narrow(vectors.q1_0)),
+    "Q2_0": BlockType("int4-g64", 64, 18, _narrow(vectors.q2_0)),
 }
 """Types of GGUF that are kept, by name. Source: ggml-quants.c of llama.cpp, b4000."""

@@ -1,8 +1,8 @@
-"""GGUF's IQ and ternary types as whole numbers, with scales of 16, 32 or all 256 values: vectors of
-a grid, and signs.
+"""GGUF's IQ types and those of 1 and 2 bits as whole numbers, with scales of 16, 32 or all values
+of a block: vectors of a grid, and signs.
 
-Blocks are uint8 [N, bytes], 256 values each; layouts: github.com/ggml-org/ggml, ggml-common.h. What
-is returned: int8 [N, 256] and float32 [N, G].
+Blocks are uint8 [N, bytes], 256 values each but those of Q1_0 (128) and Q2_0 (64); layouts:
+github.com/ggml-org/ggml, ggml-common.h. What is returned: int8 [N, values] and float32 [N, G].
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _EIGHTHS: Final = np.float32(0.125)
 
 
 def floats(numbers: WholeNumbers) -> F32:
-    """float32 [N, 256]."""
+    """float32 [N, values]."""
     values, scales = numbers
     grouped = values.reshape(len(values), scales.shape[1], -1).astype(np.float32)
     return (scales[..., None] * grouped).reshape(len(values), -1)
@@ -105,6 +105,18 @@ def tq2_0(blocks: U8) -> WholeNumbers:
     """Two bits a value, of 32 bytes one after another."""
     halves = [_planes(blocks[:, at : at + 32]) for at in (0, 32)]
     return np.concatenate(halves, 1).astype(np.int8) - np.int8(1), _half(blocks, 64)
+
+
+def q1_0(blocks: U8) -> WholeNumbers:
+    """A bit a value, lowest first: 1 and -1."""
+    bits = np.unpackbits(blocks[:, 2:], axis=1, bitorder="little").astype(np.int8)
+    return bits * np.int8(2) - np.int8(1), _half(blocks)
+
+
+def q2_0(blocks: U8) -> WholeNumbers:
+    """Two bits a value, lowest first: -1 to 2."""
+    values = _fields(blocks[:, 2:], (0, 2, 4, 6), 3).reshape(len(blocks), -1)
+    return values.astype(np.int8) - np.int8(1), _half(blocks)
 
 
 def _signed(name: str, indices: npt.NDArray[np.integer], signs: U8, scale: F32) -> WholeNumbers:

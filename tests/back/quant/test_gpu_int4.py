@@ -223,7 +223,7 @@ def test_blocks_of_gguf_keep_their_numbers(type: str) -> None:
     first = {"Q2_K": 80, "TQ1_0": 52, "TQ2_0": 64}.get(type, 0)
     for at in (first, first + 2):  # scales are float16
         scales = generator.random((OUTPUTS, inputs // kind.block, 1)).astype(np.float16)
-        if at == first or type not in ("Q4_0", "TQ1_0", "TQ2_0"):
+        if at == first or type not in ("Q4_0", "Q1_0", "Q2_0", "TQ1_0", "TQ2_0"):
             data[..., at : at + 2] = scales.view(np.uint8)
     order = np.random.default_rng(6).permutation(OUTPUTS)
     plain = DEQUANTIZE[type](data[order].reshape(-1, kind.size)).reshape(OUTPUTS, inputs)

@@ -21,6 +21,7 @@ from headrace.back.models.load.gguf_dequant import DEQUANTIZE
 from headrace.back.models.load.gguf_dialect import Dialect, Joined
 from headrace.back.models.load.gguf_dialects import dialect_of
 from headrace.back.models.load.gguf_heads import RowOrder
+from headrace.back.models.load.gguf_scales import OuterScales
 from headrace.back.models.load.source import HOST, CheckpointTensor
 from headrace.back.parallel.param import StoredRows
 from headrace.back.quant.formats.groups import Groups
@@ -51,7 +52,15 @@ class GGUFSource:
         order = self._dialect.order
         self._order: RowOrder | None = None if order is None else order(config)
         _refuse_types(file)
-        self._tensors = _renamed(file, self._dialect, config.get("num_hidden_layers", 0))
+        known = frozenset(name for name in file.tensors if _new_name(name, self._dialect) != name)
+        self._outer = OuterScales(file, known)
+        self._tensors = {
+            name: tensor
+            for name, tensor in _renamed(
+                file, self._dialect, config.get("num_hidden_layers", 0)
+            ).items()
+            if tensor.name not in self._outer.names
+        }
         places = {part: number for number, part in enumerate(file.paths)}
         self.entries: dict[str, CheckpointTensor] = {
             name: CheckpointTensor(
@@ -68,7 +77,7 @@ class GGUFSource:
         self.entries |= {
             name: CheckpointTensor(
                 shape=_shape_of(joined, parts),
-                dtype=_joined_type(joined, parts),
+                dtype=self._joined_type(joined, parts),
                 where=str(parts[0].path),
                 order=(places[parts[0].path], parts[0].offset),
                 dequantized=True,
@@ -115,8 +124,11 @@ class GGUFSource:
         columns = shape[-1]
         rows_of = rows_of.reshape(*shape[:-1], columns // tensor.type.block, tensor.type.size)
         if len(shape) == 3:  # experts
-            for i, rows in enumerate(rows_of[source[0]]):
-                self._copy_rows(name, tensor, rows[source[1]], source[-1], target[i])
+            each = [tensor] * len(rows_of)
+            if self._outer.of(tensor) is not None:
+                each = list(_unstacked(tensor, "{}").values())
+            for i, (one, rows) in enumerate(zip(each[source[0]], rows_of[source[0]], strict=True)):
+                self._copy_rows(name, one, rows[source[1]], source[-1], target[i])
             return
         order = None if self._order is None else self._order.columns(name)
         self._copy_rows(name, tensor, rows_of[source[0]], source[-1], target, order)
@@ -180,7 +192,8 @@ class GGUFSource:
     def _dequantize(self, tensor: GGUFTensor, data: np.ndarray) -> np.ndarray:
         blocks = np.ascontiguousarray(data).reshape(-1, tensor.type.size)
         with np.errstate(all="ignore"):  # a damaged scale may be NaN; the scan for it is an option
-            return DEQUANTIZE[tensor.type.name](blocks)
+            values = DEQUANTIZE[tensor.type.name](blocks)
+        return self._outer.multiply(tensor, values)
 
     def _interleaved_heads(self, name: str) -> int:
         if not self._dialect.interleaved:
@@ -197,12 +210,19 @@ class GGUFSource:
         return rows if order is None else rows[order]
 
     def _kept_as(self, name: str, tensor: GGUFTensor) -> str:
-        """The type; of a matrix whose blocks of inputs do not stay whole that of floats, of a table
-        that which models have."""
+        """The type; of a matrix whose blocks of inputs do not stay whole, or that is multiplied,
+        that of floats, of a table that which models have."""
         if tensor.type.name == TABLE:
             return "I64"
         moved = self._order is not None and self._order.columns(name) is not None
-        return "F32" if moved else tensor.type.name
+        return "F32" if moved or self._outer.of(tensor) is not None else tensor.type.name
+
+    def _joined_type(self, joined: Joined, parts: Parts) -> str:
+        """That of its rows; floats where they are not those of the file, one after another."""
+        first, second = (part.type.name for part in parts)
+        rows_stay = len(parts[0].shape) == 2 and not joined.turned and not joined.flat
+        multiplied = any(self._outer.of(part) is not None for part in parts)
+        return first if rows_stay and first == second and not multiplied else "F32"
 
     def _plus_one(self, name: str) -> bool:
         named = name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight")
@@ -265,13 +285,6 @@ def _shape_of(joined: Joined, parts: Parts) -> tuple[int, ...]:
     rows = (first[-1] if joined.turned else first[-2]) + second[-2]
     shape = (*second[:-2], rows, second[-1])
     return (shape[0] * shape[1], shape[2]) if joined.flat else shape
-
-
-def _joined_type(joined: Joined, parts: Parts) -> str:
-    """That of its rows; floats where they are not those of the file, one after another."""
-    first, second = (part.type.name for part in parts)
-    rows_stay = len(parts[0].shape) == 2 and not joined.turned and not joined.flat
-    return first if rows_stay and first == second else "F32"
 
 
 def _renamed(file: GGUFFile, dialect: Dialect, layers: int) -> dict[str, GGUFTensor]:

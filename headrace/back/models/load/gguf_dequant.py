@@ -26,7 +26,7 @@ IQ4_VALUES: Final = np.array(
 E2M1_DOUBLED: Final = np.array(
     [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32
 )
-"""The levels of MXFP4 (kvalues_mxfp4): twice the e2m1 numbers."""
+"""The levels of MXFP4 and NVFP4 (kvalues_mxfp4): twice the e2m1 numbers."""
 
 
 def _half(blocks: U8, at: int) -> F32:
@@ -164,6 +164,26 @@ def _mxfp4(blocks: U8) -> F32:
     return E2M1_DOUBLED[_nibbles(blocks[:, 1:])] * power
 
 
+def _nvfp4(blocks: U8) -> F32:
+    """Four runs of 16 e2m1 numbers, each with an e4m3 scale; what would be its NaN counts as 0. A
+    scale of the whole tensor lies in a tensor of its own (gguf_scales.py)."""
+    scales = E4M3_HALVES[blocks[:, :4]]
+    values = _bits(blocks[:, 4:].reshape(-1, 8), (0, 4), 15).reshape(-1, 4, 16)
+    return _scaled(E2M1_DOUBLED[values], scales)
+
+
+def _e4m3_halves() -> F32:
+    """Half of each e4m3 number, float32 [256]; their sign does not count, as writers clear it."""
+    exponents, parts = np.divmod(np.arange(256) % 128, 8)
+    normal = np.ldexp(1 + parts / 8, exponents - 8)
+    values = np.where(exponents == 0, np.ldexp(parts / 8, -7), normal)
+    values[127] = 0.0
+    return values.astype(np.float32)
+
+
+E4M3_HALVES: Final = _e4m3_halves()
+
+
 def _of_vectors(numbers: Callable[[U8], vectors.WholeNumbers]) -> Callable[[U8], F32]:
     return lambda blocks: vectors.floats(numbers(blocks))
 
@@ -191,6 +211,9 @@ DEQUANTIZE: Final[dict[str, Callable[[U8], F32]]] = {
     "IQ4_NL": _iq4_nl,
     "IQ4_XS": _iq4_xs,
     "MXFP4": _mxfp4,
+    "NVFP4": _nvfp4,
+    "Q1_0": _of_vectors(vectors.q1_0),
+    "Q2_0": _of_vectors(vectors.q2_0),
     "IQ1_S": _of_vectors(vectors.iq1_s),
     "IQ1_M": _of_vectors(vectors.iq1_m),
     "IQ2_XXS": _of_vectors(vectors.iq2_xxs),

@@ -119,6 +119,7 @@ WIDENED = [
     "IQ3_S",
     "IQ1_M",
     "TQ1_0",
+    "NVFP4",
 ]
 
 

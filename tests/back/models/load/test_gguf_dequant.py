@@ -10,17 +10,19 @@ from gguf.constants import GGML_QUANT_SIZES
 from headrace.back.models.load.gguf_dequant import DEQUANTIZE
 from headrace.base.config.gguf_types import TYPES
 
+UNREAD = ("I32", "Q1_0", "Q2_0")
+"""Types that gguf's own library does not read."""
 SUPPORTED = [
     (number, kind)
     for number, kind in TYPES.items()
-    if kind.name in DEQUANTIZE and kind.name != "I32"
+    if kind.name in DEQUANTIZE and kind.name not in UNREAD
 ]
 
 
 def test_every_block_size_is_the_librarys() -> None:
     theirs = {int(kind): (kind.name, *size) for kind, size in GGML_QUANT_SIZES.items()}
     ours = {number: (kind.name, kind.block, kind.size) for number, kind in TYPES.items()}
-    assert {number: theirs[number] for number in ours} == ours
+    assert {number: theirs.get(number, ("Q2_0", 64, 18)) for number in ours} == ours
 
 
 @pytest.mark.parametrize(
@@ -43,9 +45,23 @@ def test_widening_equals_the_library_bit_for_bit(number: int, kind: object) -> N
 
 def test_all_asked_for_formats_are_there() -> None:
     asked = {"F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"}
-    asked |= {"Q4_K", "Q5_K", "Q6_K", "Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS", "MXFP4"}
+    asked |= {"Q4_K", "Q5_K", "Q6_K", "Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS", "MXFP4", "NVFP4"}
+    asked |= {"Q1_0", "Q2_0"}
     asked |= {"IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "TQ1_0", "TQ2_0"}
     assert asked | {"I32"} == set(DEQUANTIZE)
+
+
+def test_bits_and_pairs_of_bits_are_signs_and_numbers_from_minus_one() -> None:
+    """ggml-quants.c, dequantize_row_q1_0 and dequantize_row_q2_0, a value at a time."""
+    random = np.random.default_rng(7)
+    scale = np.array([[0.25], [-3.0]], np.float16).view(np.uint8)
+    one = np.concatenate((scale, random.integers(0, 256, (2, 16), dtype=np.uint8)), 1)
+    two = np.concatenate((scale, random.integers(0, 256, (2, 16), dtype=np.uint8)), 1)
+    for row, size in enumerate((0.25, -3.0)):
+        bits = [size if one[row, 2 + i // 8] >> i % 8 & 1 else -size for i in range(128)]
+        pairs = [((two[row, 2 + i // 4] >> 2 * (i % 4) & 3) - 1.0) * size for i in range(64)]
+        assert DEQUANTIZE["Q1_0"](one)[row].tolist() == bits
+        assert DEQUANTIZE["Q2_0"](two)[row].tolist() == pairs
 
 
 def test_tables_of_whole_numbers_are_read() -> None:
