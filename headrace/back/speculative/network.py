@@ -40,7 +40,6 @@ from headrace.back.kernels.draft_rows.op import (
     DraftInputs,
     DraftRowsProblem,
 )
-from headrace.back.kernels.launches import written
 from headrace.back.kernels.norm_columns.op import OP as NORM_COLUMNS
 from headrace.back.kernels.norm_columns.op import NormColumnsProblem
 from headrace.back.kernels.op import decisions
@@ -255,15 +254,10 @@ class NetworkDrafter:
                 self._inputs(row_R, query_start_R1, tables, out, i)
                 hidden_RE = network.draft(out.token_R, hidden_RE, batch, i)
             assert hidden_RE is not None
-            token_R = self._top(hidden_RE, i)
+            token_R = self._network.top(hidden_RE, i)
             self._put(row_R, query_start_R1, token_R, network.offset_D, tables, i + 1)
         assert hidden_RE is not None
         return hidden_RE
-
-    def _top(self, hidden_RE: torch.Tensor, draft: int) -> torch.Tensor:
-        """Tokens that the next pass reads: while kernels are only compiled, they are none."""
-        token_R = self._network.top(hidden_RE, draft)
-        return written(token_R)
 
     def _block_pass(
         self,
@@ -277,7 +271,7 @@ class NetworkDrafter:
         out, batch = self._pass_inputs(rows, tables, most + block.more)
         self._inputs(row_R, query_start_R1, tables, out, block.mask, block.more)
         hidden_QE = network.draft(out.token_R, None, batch, 0)
-        token_Q = self._top(hidden_QE[rows * block.more :], 0)
+        token_Q = self._network.top(hidden_QE[rows * block.more :], 0)
         for i in range(most):
             token_R = token_Q[i * rows : (i + 1) * rows]
             self._put(row_R, query_start_R1, token_R, network.offset_D, tables, i + 1)

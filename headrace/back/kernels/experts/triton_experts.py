@@ -26,7 +26,6 @@ from headrace.back.kernels.experts.op import (
 )
 from headrace.back.kernels.experts.triton_dispatch import combined, dispatched
 from headrace.back.kernels.gated_act.triton_gated_act import ACTIVATIONS, activate
-from headrace.back.kernels.launches import written
 from headrace.back.kernels.op import Kernel
 from headrace.back.kernels.triton.grid import enter
 from headrace.back.kernels.triton.wrap import (
@@ -185,7 +184,7 @@ def bind(
         inner_NI = x_TE.new_empty((len(rows_NE), inner))
         more_NI = None
         if beside is not None:
-            places_P = written(sorted_rows.places_P).long()
+            places_P = sorted_rows.places_P.long()
             check_beside(problem, beside, len(x_TE))
             more_NI = beside[0].new_zeros((len(rows_NE), 2 * inner))
             more_NI.index_copy_(0, places_P, beside[0].view(pairs, -1))

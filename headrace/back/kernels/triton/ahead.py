@@ -26,7 +26,7 @@ MOST_THREADS = 16
 @contextmanager
 def compiling() -> Iterator[None]:
     """Within it Triton kernels are compiled, beside each other, and none is launched: what they
-    would have written holds whatever it held. On leaving, all are compiled and loaded."""
+    would have written holds zeros (launches.py). On leaving, all are compiled and loaded."""
     run, elsewhere = JITFunction.run, running()
     asked: dict[JITFunction[Any], Callable[..., Any]] = {}
 

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 
 import torch
 
-from headrace.back.kernels.launches import written
 from headrace.back.layers.moe.placement import Placement, imbalance, settled, spread, turns
 from headrace.back.layers.reachable import tensors_of
 from headrace.back.parallel.collectives import all_reduce, ragged_to_all
@@ -55,7 +54,7 @@ class MovableExperts:
 
     def see(self, expert_TK: torch.Tensor) -> None:
         """Counts the tokens of each expert, on the device."""
-        expert_P = written(expert_TK).flatten().to(torch.int64)
+        expert_P = expert_TK.flatten().to(torch.int64)
         self.count_X.scatter_add_(0, expert_P.clamp(min=0), (expert_P >= 0).to(torch.int64))
 
     def better(self) -> Placement | None:

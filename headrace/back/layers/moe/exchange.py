@@ -22,7 +22,6 @@ from collections.abc import Callable
 import torch
 
 from headrace.back.kernels.experts.op import Experts
-from headrace.back.kernels.launches import written
 from headrace.back.parallel.collectives import all_parts, all_to_all, ragged_to_all, reduce_scatter
 from headrace.back.parallel.mesh import Axis
 
@@ -54,7 +53,7 @@ def exchanged(experts: Experts, slot_WXC: torch.Tensor, axis: Axis, kind: str) -
 def slots_on(slot_WXC: torch.Tensor, expert_TK: torch.Tensor) -> torch.Tensor:
     """int32 [W, T, K]: in which slot each rank computes these experts, -1: another one does. Copies
     of an expert take turns, token by token."""
-    expert_P = written(expert_TK).flatten()
+    expert_P = expert_TK.flatten()
     if slot_WXC.shape[2] == 1:
         slot_WP = slot_WXC[..., 0].index_select(1, expert_P.clamp(min=0))
     else:

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.back.kernels.launches import without_launches
 from headrace.back.layers.moe.exchange import EXCHANGES
 from headrace.back.layers.moe.mixture import Mixture, MixtureSpec, RouterSpec, SharedSpec
 from headrace.back.layers.moe.placement import turns
@@ -163,22 +162,6 @@ def test_every_exchange_of_tokens_gives_the_same(
     alone = share_of(Mesh())
     found = torch.stack(run_threads(monkeypatch, 3, rank_main)).sum(0)
     assert (found - alone).abs().max() <= 3e-6 * alone.abs().max()
-
-
-@pytest.mark.parametrize("exchange", ["allreduce", *EXCHANGES])
-def test_what_no_kernel_wrote_is_no_index(exchange: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While kernels are only compiled, the experts that a router chose are whatever was there."""
-
-    def rank_main(rank: int, axis: Callable[..., Axis]) -> torch.Tensor:
-        mesh = with_whole_experts(Mesh(tp=axis("tp")), exchange)
-        mixture, params = build(SPECS["merged"], mesh)
-        fill(params, checkpoint_of(params))
-        mixture._scope.ledger.finish()
-        expert_TK = torch.full((4, TOP_K), 1 << 30, dtype=torch.int32)
-        return mixture.of_chosen(torch.ones(4, WIDTH), expert_TK, torch.ones(4, TOP_K))
-
-    with without_launches():
-        assert len(run_threads(monkeypatch, 2, rank_main)) == 2
 
 
 @pytest.mark.parametrize("name", ["separate, biased", "merged"])
