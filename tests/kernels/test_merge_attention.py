@@ -9,6 +9,7 @@ from headrace.back.kernels.merge_attention.op import (
     MergeAttention,
     MergeAttentionProblem,
     bind_reference,
+    share_beside,
 )
 
 INF, NAN = float("inf"), float("nan")
@@ -51,3 +52,14 @@ def test_a_lost_log_sum_exp_shows() -> None:
     lse, other_lse = torch.tensor([[NAN], [0.0]]), torch.zeros(2, 1)
     bind_reference(problem)(out, lse, other, other_lse)
     assert out[0].isnan().all() and lse[0].isnan().all() and out[1].isfinite().all()
+
+
+def test_a_score_without_a_value_takes_its_share() -> None:
+    scores, values = torch.randn(3, 2, 7), torch.randn(3, 2, 7, 4)
+    sinks = torch.tensor([0.3, -1.0])
+    all_scores = torch.cat((scores, sinks[None, :, None].expand(3, 2, 1)), dim=2)
+    expected = (all_scores.softmax(2)[..., :7, None] * values).sum(2)
+    out, lse = (scores.softmax(2)[..., None] * values).sum(2), scores.logsumexp(2)
+    for sink in (sinks, sinks.expand(3, 2)):
+        assert torch.allclose(out * share_beside(sink, lse), expected, atol=1e-6)
+    assert not share_beside(sinks, torch.full((3, 2), -INF)).any()

@@ -16,6 +16,7 @@ from headrace.back.attention.forms import CacheForm, StateForm
 from headrace.back.attention.plan import Batch
 from headrace.back.kernels.attention.op import OP as ATTENTION
 from headrace.back.kernels.gated_scan.op import ScanRows
+from headrace.back.kernels.merge_attention.op import share_beside
 from headrace.back.layers.attention import AttentionSpec
 from headrace.back.layers.heads_cache import bind_kv_write
 from headrace.back.layers.linear import ColumnLinear, RowLinear
@@ -173,8 +174,9 @@ class ClippedAttention:
         plan = batch.plans[batch.group_of_layer[self._cache]]
         lse_TH = torch.empty(q_THD.shape[:2], dtype=torch.float32, device=q_THD.device)
         y_THD = self._attend(q_THD, batch.kv[self._cache], plan, lse_TH, states_THR)
-        share_TH1 = (lse_TH - sink_TH.float()).sigmoid()[..., None]
-        y_TX = (y_THD.float() * share_TH1).flatten(1) * gate_TX.float().sigmoid()
+        y_TX = (y_THD.float() * share_beside(sink_TH.float(), lse_TH)).flatten(
+            1
+        ) * gate_TX.float().sigmoid()
         return self._out.project_into(y_TX.to(y_THD.dtype), residual_TE)
 
     def _finish(self) -> None:

@@ -21,13 +21,13 @@ from headrace.back.kernels.attention.op import OP as ATTENTION
 from headrace.back.kernels.attention.op import AttentionProblem
 from headrace.back.kernels.latent_attention.op import OP as LATENT_ATTENTION
 from headrace.back.kernels.latent_attention.op import LatentAttentionProblem
+from headrace.back.kernels.merge_attention.op import share_beside
 from headrace.back.layers.scope import Scope
 from headrace.back.parallel.context import (
     gathered_heads,
     local_lengths,
     local_slots,
     own_heads,
-    with_sinks,
 )
 from headrace.back.parallel.mesh import ContextSplit
 from headrace.base.errors import ConfigError
@@ -105,7 +105,9 @@ class DecodeContext:
             out_TYD = attend(q_TYX, kv, self._own_plan(plan, length_T), lse_TY)
             lse_TY.masked_fill_((length_T == 0)[:, None], float("-inf"))
             out_THD, lse_TH = own_heads(out_TYD, lse_TY, self.split)
-            return out_THD if sinks_H is None else with_sinks(out_THD, lse_TH, sinks_H)
+            if sinks_H is None:
+                return out_THD
+            return (out_THD.float() * share_beside(sinks_H, lse_TH)).to(out_THD.dtype)
 
         return attention
 

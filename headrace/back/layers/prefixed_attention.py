@@ -14,10 +14,12 @@ import torch
 import torch.nn.functional as F
 
 from headrace.back.kernels.attention.op import AttentionFunction, Plan
+from headrace.back.kernels.merge_attention.op import OP as MERGE
+from headrace.back.kernels.merge_attention.op import MergeAttentionProblem, share_beside
 from headrace.back.layers.attention import Attention, AttentionSpec
 from headrace.back.layers.decode_context import DecodeContext, split_context
 from headrace.back.layers.norm import RMS, RMSNorm
-from headrace.back.layers.scope import Scope
+from headrace.back.layers.scope import Scope, not_loaded
 from headrace.back.parallel.param import Param
 from headrace.back.parallel.shard import Part, Shard
 
@@ -87,37 +89,41 @@ class PrefixedAttention(Attention):
         if self._values is not None:
             values_SKV = self._values.take()
             values_SKD = F.pad(values_SKV, (0, self._spec.head_dim - values_SKV.shape[2]))
-        self._attend = _beside(self._attend, keys_SKD, values_SKD, self._spec.scale)
+        self._attend = self._beside(self._attend, keys_SKD, values_SKD)
 
-
-def _beside(
-    attend: AttentionFunction,
-    keys_SKD: torch.Tensor,
-    values_SKD: torch.Tensor | None,
-    scale: float,
-) -> AttentionFunction:
-    """`attend` with the learned keys and values beside those of the cache."""
-
-    def attend_both(
-        q_THD: torch.Tensor,
-        kv: torch.Tensor,
-        plan: Plan,
-        lse_TH: torch.Tensor | None = None,
-        states_THR: torch.Tensor | None = None,
-        /,
-    ) -> torch.Tensor:
-        assert lse_TH is None and states_THR is None, "no layer asks for them"
-        own_TH = torch.empty(q_THD.shape[:2], dtype=torch.float32, device=q_THD.device)
-        y_THD = attend(q_THD, kv, plan, own_TH)
-        q_TKGD = q_THD.unflatten(1, (keys_SKD.shape[1], -1))
-        scores_THS = torch.einsum("tkgd,skd->tkgs", q_TKGD, keys_SKD).float().flatten(1, 2) * scale
-        learned_TH = scores_THS.logsumexp(-1)
-        share_TH1 = (own_TH - learned_TH).sigmoid()[..., None]
-        sum_THD = y_THD.float() * share_TH1
+    def _beside(
+        self,
+        attend: AttentionFunction,
+        keys_SKD: torch.Tensor,
+        values_SKD: torch.Tensor | None,
+    ) -> AttentionFunction:
+        """`attend` with the learned keys and values beside those of the cache."""
+        scope, scale = self._scope, self._spec.scale
+        merge = not_loaded
         if values_SKD is not None:
-            weights_TKGS = scores_THS.softmax(-1).to(q_THD.dtype).view(*q_TKGD.shape[:3], -1)
-            of_learned_TKGD = torch.einsum("tkgs,skd->tkgd", weights_TKGS, values_SKD)
-            sum_THD += of_learned_TKGD.float().flatten(1, 2) * (1 - share_TH1)
-        return sum_THD.to(q_THD.dtype)
+            sizes = {"heads": self._heads, "head_dim": self._spec.head_dim}
+            problem = MergeAttentionProblem(device=scope.kind, dtype=scope.dtype, **sizes)
+            merge = scope.bind(MERGE, problem)
 
-    return attend_both
+        def attend_both(
+            q_THD: torch.Tensor,
+            kv: torch.Tensor,
+            plan: Plan,
+            lse_TH: torch.Tensor | None = None,
+            states_THR: torch.Tensor | None = None,
+            /,
+        ) -> torch.Tensor:
+            assert lse_TH is None and states_THR is None, "no layer asks for them"
+            own_TH = torch.empty(q_THD.shape[:2], dtype=torch.float32, device=q_THD.device)
+            y_THD = attend(q_THD, kv, plan, own_TH)
+            q_TKGD = q_THD.unflatten(1, (keys_SKD.shape[1], -1))
+            scores_TKGS = torch.einsum("tkgd,skd->tkgs", q_TKGD, keys_SKD).float() * scale
+            learned_TH = scores_TKGS.logsumexp(-1).flatten(1)
+            if values_SKD is None:
+                return (y_THD.float() * share_beside(learned_TH, own_TH)).to(y_THD.dtype)
+            weights_TKGS = scores_TKGS.softmax(-1).to(q_THD.dtype)
+            learned_TKGD = torch.einsum("tkgs,skd->tkgd", weights_TKGS, values_SKD)
+            merge(y_THD, own_TH, learned_TKGD.flatten(1, 2).contiguous(), learned_TH)
+            return y_THD
+
+        return attend_both

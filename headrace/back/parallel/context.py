@@ -64,12 +64,6 @@ def merged(out_WTHD: torch.Tensor, lse_WTH: torch.Tensor) -> Partials:
     return weighed_WTHD.sum(0).to(out_WTHD.dtype), lse_TH
 
 
-def with_sinks(out_THD: torch.Tensor, lse_TH: torch.Tensor, sinks_H: torch.Tensor) -> torch.Tensor:
-    """Results in whose softmax a score without a value takes part, of those without."""
-    share_TH = (lse_TH - torch.logaddexp(lse_TH, sinks_H)).exp()
-    return (out_THD.float() * share_TH[..., None]).to(out_THD.dtype)
-
-
 def _weights(lse_WTH: torch.Tensor) -> Partials:
     """What each part weighs, and the log-sum-exp of all."""
     lse_WTH = torch.where(lse_WTH.isfinite(), lse_WTH, float("-inf"))

@@ -26,7 +26,6 @@ from headrace.back.parallel.context import (
     local_slots,
     merged,
     own_heads,
-    with_sinks,
 )
 from headrace.back.parallel.mesh import Axis, ContextSplit, Mesh
 from headrace.base.errors import ConfigError
@@ -89,17 +88,6 @@ def test_parts_make_the_whole_softmax_and_empty_ones_no_nan() -> None:
     assert torch.equal(found_lse.isinf(), whole_lse.isinf())
     seen = whole_lse.isfinite()
     assert (found_lse - whole_lse)[seen].abs().max() < 1e-5
-
-
-def test_a_sink_takes_its_share_at_the_end() -> None:
-    scores, values = torch.randn(3, 2, 7), torch.randn(3, 2, 7, 4)
-    sinks = torch.tensor([0.3, -1.0])
-    all_scores = torch.cat((scores, sinks[None, :, None].expand(3, 2, 1)), dim=2)
-    expected = (all_scores.softmax(2)[..., :7, None] * values).sum(2)
-    out = (scores.softmax(2)[..., None] * values).sum(2)
-    assert torch.allclose(with_sinks(out, scores.logsumexp(2), sinks), expected, atol=1e-6)
-    nothing = torch.full((3, 2), -math.inf)
-    assert not with_sinks(torch.zeros(3, 2, 4), nothing, sinks).any()
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)

@@ -10,6 +10,7 @@ of positions, and at most one of them a sink:
 
 (Dao et al. 2023, "Flash-Decoding"; Juravsky et al. 2024, "Hydragen"). A result with a log-sum-exp
 of -Inf saw nothing: its values are not looked at, and where both saw nothing the result is zeros.
+A sink, which has a score and no value, only takes a share: `share_beside`.
 """
 
 from __future__ import annotations
@@ -74,6 +75,12 @@ def bind_reference(problem: MergeAttentionProblem) -> MergeAttention:
         out_THD.copy_(merged_THD / total_TH.masked_fill(total_TH == 0, 1.0)[..., None])
 
     return merge
+
+
+def share_beside(sink: torch.Tensor, lse_TH: torch.Tensor) -> torch.Tensor:
+    """float32 [T, H, 1]: what results with these log-sum-exps weigh where a score without a value,
+    float32 [H] or [T, H], takes part in their softmax too; of one that saw nothing 0."""
+    return (lse_TH - sink).sigmoid()[..., None]
 
 
 def _weighed(out_THD: torch.Tensor, weight_TH: torch.Tensor) -> torch.Tensor:
