@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from headrace.base import extensions
 from headrace.base.config.resolved import Decision
 from headrace.base.config.tree import Options
 from headrace.base.errors import ConfigError
@@ -84,6 +85,7 @@ def without_gpu(options: Options, notes: list[Decision]) -> tuple[Options, list[
     command lines name one everywhere."""
     if not any(note.field == GPU_SHARE for note in notes):
         return options, notes
+    extensions.allow(options.model.extensions)  # one of them may bring the device
     if device_facts(options.device.device).kind != "cpu":
         return options, notes
     device = msgspec.structs.replace(options.device, gpu_memory="auto")

@@ -106,17 +106,19 @@ def _method(start: Start) -> str:
     return "" if speculation is None else speculation.method
 
 
+_GPUS = Feature(
+    name="GPUs",
+    option="--device cuda",
+    wanted=lambda start: start.engine.device.device == "cuda",
+    beside={
+        TENSOR: ShownPair("back/test_cuda.py::test_several_devices_give_the_tokens_of_one"),
+        PIPELINE: _ON_GPUS,
+        SEQUENCE: _ON_GPUS,
+    },
+)
 FEATURES: tuple[Feature, ...] = (
-    Feature(
-        name="GPUs",
-        option="--device cuda",
-        wanted=lambda start: start.engine.device.device == "cuda",
-        beside={
-            TENSOR: ShownPair("back/test_cuda.py::test_several_devices_give_the_tokens_of_one"),
-            PIPELINE: _ON_GPUS,
-            SEQUENCE: _ON_GPUS,
-        },
-    ),
+    _GPUS,
+    heads_on_gpus(_GPUS),
     Feature(
         name="prefix cache, prompts in chunks, preemption",
         option="--prefix-caching",
@@ -334,7 +336,6 @@ FEATURES: tuple[Feature, ...] = (
         },
     ),
 )
-FEATURES = (FEATURES[0], heads_on_gpus(FEATURES[0]), *FEATURES[1:])
 FEATURES = tuple(replace(one, beside={**one.beside, **beside_ranks(one.name)}) for one in FEATURES)
 
 

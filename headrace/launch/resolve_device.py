@@ -42,7 +42,7 @@ def resolve_device(
     kind = choose.pick("--device", requested.device, machine.kind, f"{machine.count} found")
     world = requested.tensor_parallel * requested.pipeline_parallel
     ranks = world * most_replicas(requested)
-    _check_devices(requested, kind, machine, world)
+    _check_devices(requested, kind, machine, world=world, ranks=ranks)
     _check_shares(requested, world, kind)
     executor = choose.pick(
         "--executor",
@@ -110,8 +110,10 @@ def _copies(requested: DeviceOptions) -> str:
     return f"{_split(requested)} x --max-replicas {requested.max_replicas}"
 
 
-def _check_devices(requested: DeviceOptions, kind: str, machine: MachineFacts, world: int) -> None:
-    """ConfigError for devices that there are not."""
+def _check_devices(
+    requested: DeviceOptions, kind: str, machine: MachineFacts, *, world: int, ranks: int
+) -> None:
+    """ConfigError for devices that there are not. `world`: of one copy; `ranks`: of all copies."""
     if kind == "cuda" and machine.kind != "cuda":
         raise ConfigError("--device cuda: no CUDA device was found on this machine")
     if kind not in ("cpu", "cuda") and world > 1:
@@ -119,7 +121,6 @@ def _check_devices(requested: DeviceOptions, kind: str, machine: MachineFacts, w
             f"--device {kind}: {_split(requested)} is not supported there; use --replicas",
             field="device",
         )
-    ranks = world * most_replicas(requested)
     if kind != "cpu" and ranks > machine.count:
         raise ConfigError(f"{_copies(requested)} needs {ranks} devices; {machine.count} found")
 

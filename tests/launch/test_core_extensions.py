@@ -18,7 +18,7 @@ from headrace.back.kernels.op import MORE_KERNELS
 from headrace.back.kernels.rms_norm.op import OP as RMS_NORM
 from headrace.back.speculative import text_drafter
 from headrace.base import extensions
-from headrace.base.config.resolved import SpeculationSpec
+from headrace.base.config.resolved import Decision, SpeculationSpec
 from headrace.base.config.tree import (
     DeviceOptions,
     ModelOptions,
@@ -28,6 +28,8 @@ from headrace.base.config.tree import (
 )
 from headrace.base.errors import ConfigError
 from headrace.base.wire.request import Finished
+from headrace.cli.other_servers import without_gpu
+from headrace.cli.vllm_flags import GPU_SHARE
 from headrace.core.core import EngineCore
 from headrace.core.scheduler.choice import check_scheduler
 from headrace.launch.core_extensions import extension_hooks, stats_of
@@ -189,6 +191,15 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.syspath_prepend(tmp_path)
     yield
     extensions.allow(())
+
+
+def test_a_share_of_gpu_memory_is_taken_for_a_device_of_a_package(package: None) -> None:
+    device, model = DeviceOptions(device="toy", gpu_memory="0.8"), ModelOptions(extensions=("toy",))
+    options = Options(device=device, model=model)
+    note = Decision(GPU_SHARE, "0.8", "--gpu-memory 0.8", "vLLM's flag")
+    assert without_gpu(options, [note]) == (options, [note])
+    on_cpu = Options(device=DeviceOptions(device="cpu", gpu_memory="0.8"))
+    assert without_gpu(on_cpu, [note])[0].device.gpu_memory == "auto"
 
 
 def test_hooks_hold_requests_back_and_readers_get_figures(package: None) -> None:

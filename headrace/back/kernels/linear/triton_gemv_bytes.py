@@ -2,7 +2,7 @@
 hand: what the compiler chooses for such tiles in triton_gemv.py goes through shared memory to
 become floats. Read, scaled and surrounded as there.
 
-I inputs, O outputs, N outputs of a program, K inputs of a step: 16 bytes a thread and row.
+I inputs, O outputs, N outputs of a program, K inputs of a step: CHUNK bytes a thread and row.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from headrace.back.kernels.linear.gemv_bytes import UNIT
 from headrace.back.kernels.triton.gluon import enter
 
-BYTES = 16
-"""That a thread reads of a row at once."""
+CHUNK = gl.constexpr(UNIT)
 
 
 @gluon.jit
@@ -29,11 +29,12 @@ def _scaled(
     b_products, p_scale, o_chunk, m_n, k: gl.constexpr, INPUTS: gl.constexpr,
     GROUP: gl.constexpr, L: gl.constexpr,
 ):  # fmt: skip
-    """Of a step's products [N, K] the sums of 16, times their groups' scales, [N, K / 16] in L."""
+    """Of a step's products [N, K] the sums of CHUNK inputs, times the scales of their groups:
+    [N, K / CHUNK] in L."""
     N: gl.constexpr = b_products.shape[0]
-    CHUNKS: gl.constexpr = b_products.shape[1] // 16
-    b_sums = gl.sum(gl.reshape(b_products, [N, CHUNKS, 16]), axis=2)
-    o_input = k + o_chunk * 16
+    CHUNKS: gl.constexpr = b_products.shape[1] // CHUNK
+    b_sums = gl.sum(gl.reshape(b_products, [N, CHUNKS, CHUNK]), axis=2)
+    o_input = k + o_chunk * CHUNK
     m_scale = m_n[:, None] & (o_input < INPUTS)[None, :]
     b_scale = gl.load(p_scale[:, None] + (o_input // GROUP)[None, :], mask=m_scale, other=0.0)
     return gl.convert_layout(b_sums, L) * b_scale
@@ -46,9 +47,9 @@ def gemv_bytes_kernel(
     WARPS: gl.constexpr, BIAS: gl.constexpr, NORM: gl.constexpr, GATED: gl.constexpr,
     ADD: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
-    """As gemv_kernel, gated by SiLU. GROUP: a multiple of 16, or at least INPUTS."""
-    K: gl.constexpr = 512 * WARPS
-    L: gl.constexpr = gl.BlockedLayout([N, 16], [1, 32], [1, WARPS], [1, 0])
+    """As gemv_kernel, gated by SiLU. GROUP: a multiple of CHUNK, or at least INPUTS."""
+    K: gl.constexpr = 32 * CHUNK * WARPS
+    L: gl.constexpr = gl.BlockedLayout([N, CHUNK], [1, 32], [1, WARPS], [1, 0])
     SUMS: gl.constexpr = gl.BlockedLayout([N, 1], [1, 32], [1, WARPS], [1, 0])
     GROUPED: gl.constexpr = GROUP < INPUTS
     GROUPS: gl.constexpr = (INPUTS + GROUP - 1) // GROUP if GROUPED else 1
@@ -64,11 +65,11 @@ def gemv_bytes_kernel(
     enter(DEPENDENT)
     o_row = gl.program_id(0) * N + gl.arange(0, N, layout=gl.SliceLayout(1, SUMS))
     m_row = o_row < OUTPUTS
-    o_chunk = gl.arange(0, K // 16, layout=gl.SliceLayout(0, SUMS))
+    o_chunk = gl.arange(0, K // CHUNK, layout=gl.SliceLayout(0, SUMS))
     p_scale = scales + o_row * GROUPS
     if GROUPED:
-        b_acc = gl.zeros([N, K // 16], gl.float32, SUMS)
-        b_acc_up = gl.zeros([N, K // 16], gl.float32, SUMS)
+        b_acc = gl.zeros([N, K // CHUNK], gl.float32, SUMS)
+        b_acc_up = gl.zeros([N, K // CHUNK], gl.float32, SUMS)
     else:
         b_acc = gl.zeros([N, K], gl.float32, L)
         b_acc_up = gl.zeros([N, K], gl.float32, L)
