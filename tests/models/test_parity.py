@@ -307,6 +307,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             **{"num_shared_experts": 2, "route_scale": 1.7, "mup_enabled": True},
         },
     ),
+    "beam": (
+        "Beam",
+        {
+            **{**EXPERTS, "num_experts": 8, "head_dim": 8, "sliding_window": 12},
+            **{"layer_types": MIXED, "mlp_layer_types": ["dense", "sparse", "sparse"]},
+            **{"n_group": 4, "topk_group": 2, "final_logit_softcapping": 4.0, "rms_norm_eps": 0.05},
+        },
+    ),
     "hy-v3": (
         "HYV3",
         {**EXPERTS, "head_dim": 8, "num_shared_experts": 2, "router_scaling_factor": 1.4},

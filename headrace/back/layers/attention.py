@@ -201,9 +201,8 @@ class Attention:
         self._heads, self._kv_heads = self._split[:2]
         self._cache_scales = scope.cache_scales_of(spec.kv_heads)
         gates = () if spec.gate is None else (spec.gate.part(spec.heads, value_dim),)
-        gated = spec.gate is not None and spec.gate.name is None
         tiled = names.tiles(spec.heads, spec.kv_heads)
-        own = names.own_tensor(spec.heads, tiled, gated=gated)
+        own = names.own_tensor(spec.heads, tiled, gated=bool(spec.gate and not spec.gate.name))
         self._qkv = ColumnLinear(
             scope,
             spec.width,
@@ -235,7 +234,8 @@ class Attention:
         if spec.value_eps is not None:
             self._value_norm = RMS_NO_WEIGHT.build(scope, value_dim, eps=spec.value_eps)
         self._rope = Rope(scope, spec.rope) if spec.rope else None
-        self._attend = self._write = self._gated = not_loaded
+        self._gate = spec.gate and spec.gate.build(scope, spec.heads, value_dim)
+        self._attend = self._write = not_loaded
         self._query_scale = spec.query_scale and spec.query_scale.build(scope, spec.heads)
         self._fused: QKRopeWrite | None = None
         scope.on_finish(self._finish)
@@ -289,8 +289,8 @@ class Attention:
         else:
             y_THD = self._chosen.attend(q_THD, kv, plan, index, batch)
         y_TX = y_THD[..., : self._spec.value_dim].flatten(1)
-        if gate_TX is not None:
-            y_TX = self._gated(y_TX, gate_TX)
+        if gate_TX is not None and self._gate is not None:
+            y_TX = self._gate.gated(y_TX, gate_TX)
         if self._out_norm is not None:
             y_TX = self._out_norm.norm(y_TX)
         return self._out.project_into(y_TX, residual_TE)
@@ -344,8 +344,6 @@ class Attention:
     def _finish(self) -> None:
         spec, scope = self._spec, self._scope
         sizes = {"kv_heads": self._kv_heads, "head_dim": spec.head_dim}
-        if spec.gate is not None:
-            self._gated = spec.gate.bind(scope, self._heads, spec.value_dim or spec.head_dim)
         self._fused = self._bind_fused(cached_heads(scope, **sizes))
         if self._fused is None:
             self._write = bind_kv_write(scope, **sizes, scales=self._cache_scales)

@@ -170,7 +170,9 @@ class LatentAttention:
         )
         self._sinks = self._sinks_param() if spec.sinks else None
         self._rope = Rope(scope, spec.rope) if rotary else NoRope(scope)
-        self._absorb = self._expand = self._write = self._attend = self._gated = not_loaded
+        gate = OutputGate() if spec.joint_gate else spec.gate
+        self._gate = gate and gate.build(scope, spec.heads, spec.values)
+        self._absorb = self._expand = self._write = self._attend = not_loaded
         self._attend_chosen = not_loaded
         self._attend_expanded: Callable[..., torch.Tensor] | None = None
         self._key_HCN = self._value_HCV = torch.empty(0)
@@ -293,8 +295,8 @@ class LatentAttention:
                 latent_THC = self._attend_chosen(q_THW, kv, plan, chosen_TK.flatten(1))
             self._expand(latent_THC, y_THV)
         y_TX = y_THV.flatten(1)
-        if gate_TX is not None:
-            y_TX = self._gated(y_TX, gate_TX)
+        if gate_TX is not None and self._gate is not None:
+            y_TX = self._gate.gated(y_TX, gate_TX)
         return self._out.project_into(y_TX, residual_TE)
 
     def _expanded_rows(
@@ -347,8 +349,6 @@ class LatentAttention:
         spec, scope, rope = self._spec, self._scope, self._spec.rope
         facts = {"device": scope.kind, "dtype": scope.dtype, "heads": self._heads}
         weight_HXC = self._kv_up.take().unflatten(0, (self._heads, spec.nope + spec.values))
-        if spec.gate is not None or spec.joint_gate:
-            self._gated = (spec.gate or OutputGate()).bind(scope, self._heads, spec.values)
         key_HNC, value_HVC = weight_HXC.split_with_sizes((spec.nope, spec.values), dim=1)
         absorb = HeadLinearProblem(**facts, inputs=spec.nope, outputs=spec.rank)
         expand = HeadLinearProblem(**facts, inputs=spec.rank, outputs=spec.values)

@@ -1,13 +1,18 @@
-"""The gate of what the heads of an attention give."""
+"""The gate of what the heads of an attention give.
+
+T tokens, X values of this rank's heads.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from headrace.back.kernels.gated_norm.op import OP as GATED_NORM
 from headrace.back.kernels.gated_norm.op import GatedNorm, GatedNormProblem
-from headrace.back.layers.scope import Scope
-from headrace.back.parallel.shard import Part
+from headrace.back.layers.scope import Scope, not_loaded
+from headrace.back.parallel.shard import Part, Shard, local_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,24 +20,54 @@ class OutputGate:
     """What heads give is multiplied by the sigmoid of a projection of the layer's input (Qiu et al.
     2025, "Gated attention for large language models"). `per_head`: one number a head, else one a
     value. `name`: the projection's module; None: the query's tensor holds it too, head by head its
-    query and its gate. `act`: what takes the sigmoid's place, one of op gated_norm's."""
+    query and its gate. `act`: what takes the sigmoid's place, one of op gated_norm's. `bias`: the
+    tensor of a number for each head that is added to its gates; None: there is none."""
 
     name: str | None = None
     per_head: bool = False
     act: str = "sigmoid"
+    bias: str | None = None
 
     def part(self, heads: int, values: int) -> Part:
         """The projection, in global sizes."""
         return Part(self.name or "gate", heads * (1 if self.per_head else values), heads)
 
-    def bind(self, scope: Scope, heads: int, values: int) -> GatedNorm:
-        """(y_TX, gate_TX) -> y_TX."""
-        problem = GatedNormProblem(
+    def build(self, scope: Scope, heads: int, values: int) -> HeadsGate:
+        """Of so many heads, of which a rank holds its share."""
+        return HeadsGate(scope, self, heads, values)
+
+
+class HeadsGate:
+    """`gated(y_TX, gate_TX)` gives y_TX; see OutputGate."""
+
+    def __init__(self, scope: Scope, spec: OutputGate, heads: int, values: int) -> None:
+        self.gated: GatedNorm = not_loaded
+        part = Part(spec.bias or "gate", heads, heads)
+        spread = values if spec.per_head else 1
+        self._problem = GatedNormProblem(
             device=scope.kind,
             dtype=scope.dtype,
-            width=heads * values,
+            width=local_size(part, scope.mesh.tp) * values,
             group=0,
-            gate=self.act,
-            spread=values if self.per_head else 1,
+            gate=spec.act,
+            spread=spread,
         )
-        return scope.bind(GATED_NORM, problem, None)
+        self._repeats = values // spread
+        self._scope = scope
+        self._bias = None
+        if spec.bias is not None:
+            shard = Shard(axis="tp", dim=0, parts=(part,))
+            self._bias = scope.param(spec.bias, (heads,), shard=shard, init="zeros")
+        scope.on_finish(self._finish)
+
+    def _finish(self) -> None:
+        gated = self._scope.bind(GATED_NORM, self._problem, None)
+        self.gated = gated
+        if self._bias is None:
+            return
+        bias_X = self._bias.take().repeat_interleave(self._repeats)
+
+        def biased(y_TX: torch.Tensor, gate_TX: torch.Tensor) -> torch.Tensor:
+            return gated(y_TX, gate_TX + bias_X)
+
+        self.gated = biased

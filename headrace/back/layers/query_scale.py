@@ -68,7 +68,26 @@ class LateLogScale:
         return _shared_table(scope, self)
 
 
-def _shared_table(scope: Scope, scale: QueryScale | LateLogScale) -> QueryFactors:
+@dataclass(frozen=True, kw_only=True)
+class PowerScale:
+    """Queries at position p are multiplied by (1 + (p + 1) / length) ** exponent, so that the
+    softmax of layers without position embedding stays sharp (Beam; "scalable softmax", Nakanishi
+    2025)."""
+
+    exponent: float
+    length: int
+
+    def table(self, max_positions: int) -> torch.Tensor:
+        """The factors of all positions, float32."""
+        count = torch.arange(1, max_positions + 1, dtype=torch.float32)
+        return count.div_(self.length).log1p_().mul_(self.exponent).exp_()
+
+    def build(self, scope: Scope, heads: int) -> QueryFactors:
+        """See QueryScaling; layers with one scale share the table."""
+        return _shared_table(scope, self)
+
+
+def _shared_table(scope: Scope, scale: QueryScale | LateLogScale | PowerScale) -> QueryFactors:
     tables = scope.ledger.tables
     if scale not in tables:
         table_P = scale.table(scope.max_positions)

@@ -15,6 +15,7 @@ EXPERTS: Mapping[str, str] = {
     "SarvamMLAForCausalLM": "deepseek",
     "Mistral4ForCausalLM": "mistral4",
     "AfmoeForCausalLM": "afmoe",
+    "BeamForCausalLM": "beam",
     "HYV3ForCausalLM": "hy_v3",
     "HYV4ForCausalLM": "hy_v4",
     "MiMoV2FlashForCausalLM": "mimo_v2_flash",
