@@ -97,7 +97,7 @@ def drafters(folder: Path) -> dict[str, dict[str, Any]]:
     from tests.back.speculative.test_blocks import pard_folder
 
     more = {"num_speculative_tokens": DRAFTS, "adaptive": False}
-    untrained = ("eagle", "medusa", "mlp_speculator", "dflash")
+    untrained = ("eagle", "medusa", "mlp_speculator", "dflash", "dspark")
     for kind in untrained:
         save_head(folder / kind, "medusa-shared" if kind == "medusa" else kind)
     folders = {

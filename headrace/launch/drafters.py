@@ -30,6 +30,7 @@ NETWORK_METHODS: Final = (
     "medusa",
     "mlp_speculator",
     "dflash",
+    "dspark",
 )
 """Those that have weights."""
 ALIASES: Final = {
@@ -49,7 +50,6 @@ ALIASES: Final = {
 }
 """Other servers' names of methods that are the same here."""
 INSTEAD: Final = {
-    "dspark": "eagle3 or mtp",
     "extract_hidden_states": "the headrace library's hidden states of pooling",
     "lookahead": "ngram",
     "custom_class": "ngram, or a network of a known kind",
@@ -166,7 +166,7 @@ def _kind(config: Mapping[str, Any]) -> str:
         return "eagle"
     if "mlp_speculator" in f"{config.get('model_type', '')}" or "mlpspeculator" in named:
         return "mlp_speculator"
-    for kind in ("mtp", "dflash", "medusa"):
+    for kind in ("mtp", "dflash", "dspark", "medusa"):
         if kind in f"{named} {config.get('model_type', '')}".lower():
             return kind
     return "draft_model"

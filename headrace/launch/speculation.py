@@ -34,6 +34,7 @@ DRAFTS = {
     "medusa": 3,
     "mlp_speculator": 3,
     "dflash": 15,
+    "dspark": 15,
 }
 """Drafts of a row, where the options leave it open."""
 
@@ -109,6 +110,7 @@ def _drafts(method: str, draft: DraftCheckpoint | None) -> int:
     config = {} if draft is None else draft.config
     most = {
         "dflash": int(config.get("block_size") or 16) - 1,
+        "dspark": int(config.get("block_size") or 16) - 1,
         "medusa": config.get("num_heads"),
         "mlp_speculator": config.get("n_predict"),
     }

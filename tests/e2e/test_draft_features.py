@@ -41,6 +41,7 @@ KINDS = (
     "medusa",
     "mlp_speculator",
     "dflash",
+    "dspark",
 )
 PROMPTS = [
     "Once upon a time there was a little dog who ran and ran and ran and",

@@ -53,9 +53,9 @@ FOLDERS = {
     "mtp": DEMO / "drafters" / "mtp",
     "dflash": DEMO / "drafters" / "dflash",
 }
-AT_ONCE = ("pard", "medusa", "dflash")
+AT_ONCE = ("pard", "medusa", "dflash", "dspark")
 """Those that draft all tokens in one pass. The model itself reads masks that it never saw: its first
-draft stands. Medusa's heads have random weights, and hardly a draft stands."""
+draft stands. The heads of Medusa and DSpark have random weights, and hardly a draft stands."""
 KINDS = ["draft_model", "eagle3", "mtp", *AT_ONCE]
 SLOW = pytest.mark.slow
 ONE_GPU = [
@@ -73,7 +73,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("drafters")
     save_head(root / "medusa", "medusa-shared")
     trained = {"pard-trained": DEMO / "drafters" / "pard"}
-    own = {"pard": pard_folder(root / "pard"), "medusa": root / "medusa"}
+    save_head(root / "dspark", "dspark")
+    own = {"pard": pard_folder(root / "pard"), "medusa": root / "medusa", "dspark": root / "dspark"}
     return FOLDERS | own | trained
 
 

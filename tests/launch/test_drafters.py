@@ -101,7 +101,7 @@ def test_what_cannot_draft_is_refused_with_the_numbers(tmp_path: Path) -> None:
         ({"method": "ngram", "model": "x"}, 'has no weights, but "model" is x'),
         ({"method": "mtp"}, "carries no head for multi-token prediction; use ngram"),
         ({"method": "draft_model"}, """method 'draft_model' needs "model\""""),
-        ({"method": "dspark"}, "method 'dspark' is not part of headrace; use eagle3 or mtp"),
+        ({"method": "dspark"}, """method 'dspark' needs "model\""""),
         (
             {"model": str(tmp_path / "none")},
             f"--speculative-config: model {tmp_path / 'none'}: there is no such folder or file",

@@ -154,7 +154,7 @@ def test_drafts_are_looked_up_by_what_the_user_says_or_by_two_to_five_tokens() -
         ({"scheduler": {"tenant_weights": ["a" * 64 + "=2"]}}, "--policy fair"),
         ({"kv": {"kv_blocks": 2}, "model": {"max_model_len": 64}}, "--kv-blocks 2"),
         (drafting(method="eagle4"), "method 'eagle4' is not known (known: auto, ngram, "),
-        (drafting(method="dspark"), "method 'dspark' is not part of headrace; use eagle3 or mtp"),
+        (drafting(method="lookahead"), "method 'lookahead' is not part of headrace; use ngram"),
         (drafting(method="eagle3"), "method 'eagle3' needs \"model\""),
         (drafting(prompt_lookup_min=5, prompt_lookup_max=3), "prompt_lookup_min 5 is greater"),
         ({**drafting(), "model": {"attention_capture": True}}, "not with --attention-capture"),

@@ -45,6 +45,9 @@ from headrace.back.speculative.drafter_place import (
 )
 from headrace.back.speculative.network import BlockDrafts, DraftNetwork
 
+SHARED = (r"(embed_tokens|lm_head)\.weight",)
+"""Tensors that are the model's over again."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class DFlashSpec:
@@ -63,12 +66,12 @@ class DFlashHead:
     chained = True
     offset_D = None
 
-    def __init__(self, scope: Scope, spec: DFlashSpec, target: Decoder) -> None:
+    def __init__(self, scope: Scope, spec: DFlashSpec, target: Decoder, block: BlockDrafts) -> None:
         self._scope, self._target = scope, target
         sizes = spec.sizes
         self.width = self.kept = sizes.width
         self.taps, self.dtype = spec.taps, scope.dtype
-        self.block = BlockDrafts(mask=spec.mask, whole=True)
+        self.block = block
         self._fc = WholeLinear(scope / "fc", len(spec.taps) * sizes.width, sizes.width)
         self._context_norm = RMS.build(scope / "hidden_norm", sizes.width, eps=sizes.eps)
         self._layers = [
@@ -138,6 +141,32 @@ class DFlashLayer:
 
 def load_dflash(place: DrafterPlace) -> tuple[DraftNetwork, LoadReport]:
     """The drafter of a checkpoint, by the names of the method's authors."""
+    check_block(place, ahead=False)
+
+    def build(scope: Scope) -> DFlashHead:
+        spec = dflash_spec(place, scope)
+        block = BlockDrafts(mask=spec.mask, whole=True, ahead=False)
+        return DFlashHead(scope, spec, place.target, block)
+
+    return load_part_of(place, build, SHARED)
+
+
+def check_block(place: DrafterPlace, *, ahead: bool) -> None:
+    """That the blocks of a checkpoint hold as many drafts as there are to be, and one place less
+    where no place is `ahead` of the newest token's."""
+    block = place.spec.config.get("block_size")
+    if block is None:
+        return
+    most = int(block) - (0 if ahead else 1)
+    if place.num_drafts > most:
+        raise refused(
+            f"num_speculative_tokens is {place.num_drafts}, {place.spec.path} drafts at most "
+            f"{most} tokens (block_size {block})"
+        )
+
+
+def dflash_spec(place: DrafterPlace, scope: Scope) -> DFlashSpec:
+    """What the config of a checkpoint says; ConfigError for what does not fit the model."""
     reader, config = reader_of(place.spec), place.spec.config
     sizes = read_sizes(reader)
     check_width(sizes.width, sizes.vocabulary, place.target)
@@ -147,36 +176,34 @@ def load_dflash(place: DrafterPlace) -> tuple[DraftNetwork, LoadReport]:
         raise refused(
             f"{place.spec.path}: mask_token_id is {mask!r}, the model knows no such token"
         )
-    block = config.get("block_size")
-    if block is not None and place.num_drafts > int(block) - 1:
-        raise refused(
-            f"num_speculative_tokens is {place.num_drafts}, {place.spec.path} drafts at most "
-            f"{int(block) - 1} tokens (block_size {block})"
-        )
-    kinds = set(config.get("layer_types") or ["full_attention"])
+    kinds = set(reader.raw.get("layer_types") or ["full_attention"])
     if kinds != {"full_attention"}:
         raise refused(
             f"{place.spec.path}: layer_types {', '.join(sorted(kinds))}; only full_attention"
         )
+    bias = reader.bool("attention_bias", False)
+    rope = read_rope(reader, head_dim=sizes.head_dim, max_positions=scope.max_positions)
+    attention = AttentionSpec(
+        **plain_attention(sizes),
+        rope=rope,
+        qkv_bias=bias,
+        out_bias=bias,
+        qk_norm=QKNorm(eps=sizes.eps),
+    )
+    taps = checked_taps(place, _taps(place, sizes.layers))
+    return DFlashSpec(sizes=sizes, taps=taps, attention=attention, mask=mask)
+
+
+def _taps(place: DrafterPlace, count: int) -> tuple[int, ...]:
+    """In front of which layers. The authors count the layers behind which they read, the
+    speculators library those in front of which it does."""
+    config = place.spec.config
+    if (before := config.get("aux_hidden_state_layer_ids")) is not None:
+        return tuple(int(layer) for layer in before)
+    stated = (config.get("dflash_config") or config).get("target_layer_ids")
     layers = place.target.spec.sizes.layers
-    stated = own.get("target_layer_ids", config.get("target_layer_ids"))
-    behind = [int(i) for i in stated] if stated else _spread(layers, sizes.layers)
-    taps = checked_taps(place, tuple(layer + 1 for layer in behind))
-
-    def build(scope: Scope) -> DFlashHead:
-        bias = reader.bool("attention_bias", False)
-        rope = read_rope(reader, head_dim=sizes.head_dim, max_positions=scope.max_positions)
-        attention = AttentionSpec(
-            **plain_attention(sizes),
-            rope=rope,
-            qkv_bias=bias,
-            out_bias=bias,
-            qk_norm=QKNorm(eps=sizes.eps),
-        )
-        spec = DFlashSpec(sizes=sizes, taps=taps, attention=attention, mask=mask)
-        return DFlashHead(scope, spec, place.target)
-
-    return load_part_of(place, build, (r"(embed_tokens|lm_head)\.weight",))
+    behind = [int(layer) for layer in stated] if stated else _spread(layers, count)
+    return tuple(layer + 1 for layer in behind)
 
 
 def _spread(layers: int, count: int) -> list[int]:

@@ -11,18 +11,21 @@ head (`shift` 1), the model's hidden state at p. So a step is followed once its 
 
 A network that drafts a whole block reads in one pass the newest token and a mask for each place
 behind it (`BlockDrafts`): each place is a row of its own in that pass, so that the attention of
-decodes serves it, and what a place sees is its row's length. Heads without caches draft all at
+decodes serves it, and what a place sees is its row's length. Which tokens a block's hidden states
+stand for may hang on the drafts before them (`ChainedChoice`). Heads without caches draft all at
 once from what was kept, and read nothing.
 
 Keys that a rejected draft leaves behind are written again by the step that reaches their position,
 as the model's are. A position that was not followed (too many rows ran) has whatever lay there:
 such rows propose nothing where the host can tell, and bad drafts elsewhere. Both cost time alone.
 
-R rows, T query tokens, M rows of the runner, E the network's width, X what it sees of the model.
+R rows, T query tokens, M rows of the runner, E the network's width, X what it sees of the model,
+Q places of all rows' blocks, V tokens of the vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -47,14 +50,29 @@ from headrace.back.kernels.step_inputs.op import StepTables
 from headrace.base.config.resolved import Decision
 
 
+class ChainedChoice(Protocol):
+    """How the drafts of a block are chosen one after the other, each knowing the one before."""
+
+    def logits(self, hidden_QE: torch.Tensor) -> torch.Tensor:
+        """What the places say by themselves, float32 [Q, V]."""
+        ...
+
+    def next(self, logits_RV: torch.Tensor, token_R: torch.Tensor) -> torch.Tensor:
+        """The best token of each row behind `token_R`, int64 [R], at a place of these logits."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class BlockDrafts:
     """How a network drafts in one pass. `mask`: the token at places that are to be drafted.
-    `whole`: each place is drafted where it stands, and sees all of its row's; else it says the
-    token behind it, and sees those up to itself."""
+    `whole`: each place sees all of its row's, else those up to itself. `ahead`: each says the token
+    behind it, else the one where it stands. `choice`: how tokens are chosen of what a block gives;
+    None: each by itself, the best."""
 
     mask: int
     whole: bool
+    ahead: bool
+    choice: ChainedChoice | None = None
 
     @property
     def more(self) -> int:
@@ -271,11 +289,27 @@ class NetworkDrafter:
         out, batch = self._pass_inputs(rows, tables, most + block.more)
         self._inputs(row_R, query_start_R1, tables, out, block.mask, block.more)
         hidden_QE = network.draft(out.token_R, None, batch, 0)
-        token_Q = self._network.top(hidden_QE[rows * block.more :], 0)
-        for i in range(most):
-            token_R = token_Q[i * rows : (i + 1) * rows]
+        first = 0 if block.ahead else rows
+        for i, token_R in enumerate(
+            self._block_tokens(block, out.token_R, hidden_QE[first:], most)
+        ):
             self._put(row_R, query_start_R1, token_R, network.offset_D, tables, i + 1)
         return hidden_QE
+
+    def _block_tokens(
+        self, block: BlockDrafts, token_Q: torch.Tensor, hidden_QE: torch.Tensor, most: int
+    ) -> Iterator[torch.Tensor]:
+        """The drafts of all rows, place after place. `token_Q`: what was read, each row's newest
+        token first."""
+        rows = token_Q.shape[0] // (most + block.more)
+        hidden_QE = hidden_QE[: rows * most]
+        if block.choice is None:
+            yield from self._network.top(hidden_QE, 0).split(rows)
+            return
+        token_R = token_Q[:rows]
+        for logits_RV in block.choice.logits(hidden_QE).split(rows):
+            token_R = block.choice.next(logits_RV, token_R)
+            yield token_R
 
     def _pass_inputs(
         self, rows: int, tables: StepTables, places: int = 1

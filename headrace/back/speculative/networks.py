@@ -38,6 +38,7 @@ from headrace.back.speculative.drafter_place import (
     reader_of,
     refused,
 )
+from headrace.back.speculative.dspark import load_dspark
 from headrace.back.speculative.heads import DraftHead, HeadSpec, PairLayerSpec
 from headrace.back.speculative.medusa import load_medusa
 from headrace.back.speculative.mlp_speculator import load_mlp_speculator
@@ -100,7 +101,7 @@ def _parallel(place: DrafterPlace) -> BlockDrafts:
             f"parallel_drafting: {place.spec.path} names no token for open places "
             f"({', '.join(MASK_KEYS)}: {mask!r})"
         )
-    return BlockDrafts(mask=mask, whole=False)
+    return BlockDrafts(mask=mask, whole=False, ahead=True)
 
 
 def _head(place: DrafterPlace, spec_of: Callable[[Scope], HeadSpec]) -> BuildNetwork:
@@ -274,6 +275,7 @@ NETWORKS: dict[str, Callable[[DrafterPlace], tuple[DraftNetwork, LoadReport]]] =
     "medusa": load_medusa,
     "mlp_speculator": load_mlp_speculator,
     "dflash": load_dflash,
+    "dspark": load_dspark,
 }
 """`SpeculationSpec.method` -> what loads its network."""
 

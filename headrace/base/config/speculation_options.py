@@ -14,8 +14,8 @@ class SpeculationOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
 
     method: str = "auto"
     """ngram: drafts are what followed the newest tokens earlier in the same request. suffix: there,
-    or in earlier requests. draft_model, eagle, eagle3, mtp, medusa, mlp_speculator, dflash: a
-    network drafts them.
+    or in earlier requests. draft_model, eagle, eagle3, mtp, medusa, mlp_speculator, dflash,
+    dspark: a network drafts them.
     auto: what the named model is, or the checkpoint carries, else ngram."""
     model: str | None = None
     """The draft model or head: a folder, a GGUF file or a hub id. mtp: None is the model itself."""

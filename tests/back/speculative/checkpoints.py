@@ -35,7 +35,7 @@ CHAIN_KEYS = {
     "inner_dim": CHAIN,
     "n_predict": 3,
 }
-MASK = 4000
+MASK, RANK = 4000, 16
 
 
 def save_head(folder: Path, kind: str, **changes: Any) -> dict[str, torch.Tensor]:
@@ -156,6 +156,18 @@ def _dflash() -> dict[str, torch.Tensor]:
     return tensors
 
 
+def _dspark() -> dict[str, torch.Tensor]:
+    """With what is not read: copies of the model's tables and a confidence head."""
+    return _dflash() | {
+        "markov_head.markov_w1.weight": _matrix(TOKENS, RANK),
+        "markov_head.markov_w2.weight": 8 * _matrix(TOKENS, RANK),
+        "confidence_head.proj.weight": _matrix(1, WIDTH + RANK),
+        "confidence_head.proj.bias": torch.zeros(1),
+        "embed_tokens.weight": torch.zeros(TOKENS, WIDTH),
+        "lm_head.weight": torch.zeros(TOKENS, WIDTH),
+    }
+
+
 MAKE = {
     "eagle3": _eagle3,
     "eagle3-shared": lambda: _eagle3(own_head=False),
@@ -164,6 +176,8 @@ MAKE = {
     "medusa": _medusa,
     "medusa-shared": _medusa_shared,
     "dflash": _dflash,
+    "dspark": _dspark,
+    "dspark-plain": _dflash,
     "mlp_speculator": _chain,
     "mlp_speculator-tied": lambda: _chain(tied=True),
 }
@@ -185,5 +199,25 @@ OWN_KEYS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 2,
         "block_size": 6,
         "dflash_config": {"mask_token_id": MASK, "target_layer_ids": [1, 4]},
+    },
+    "dspark": {
+        "architectures": ["Qwen3DSparkModel"],
+        "model_type": "qwen3",
+        "num_hidden_layers": 2,
+        "block_size": 6,
+        "mask_token_id": MASK,
+        "target_layer_ids": [1, 4],
+        "markov_rank": RANK,
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": True,
+    },
+    "dspark-plain": {
+        "architectures": ["DSparkSpeculator"],
+        "speculators_model_type": "dspark",
+        "transformer_layer_config": {**CONFIG, "model_type": "qwen3", "num_hidden_layers": 2},
+        "mask_token_id": MASK,
+        "aux_hidden_state_layer_ids": [2, 5],
+        "draft_vocab_size": TOKENS,
+        "markov_rank": 0,
     },
 }

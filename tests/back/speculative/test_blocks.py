@@ -55,7 +55,28 @@ def rotated(x_THD: torch.Tensor, first: int) -> torch.Tensor:
 
 
 def dflash(w: dict[str, torch.Tensor], model: Any, text: list[int], count: int) -> list[int]:
-    """The block is the newest token and a mask for each draft; its places see each other."""
+    """The block is the newest token and a mask for each draft; its places see each other, and each
+    is drafted where it stands."""
+    hidden = block(w, model, text, count)
+    return [int(one) for one in (hidden[1:] @ model.get_input_embeddings().weight.T).argmax(-1)]
+
+
+def dspark(w: dict[str, torch.Tensor], model: Any, text: list[int], count: int) -> list[int]:
+    """The same block, of which each place says the token behind it, and the token before it what
+    follows that by itself."""
+    logits = block(w, model, text, count)[:count] @ model.get_input_embeddings().weight.T
+    token, drafts = text[-1], list[int]()
+    for place in logits:
+        if "markov_head.markov_w1.weight" in w:
+            before = w["markov_head.markov_w1.weight"][token]
+            place = place + w["markov_head.markov_w2.weight"] @ before
+        token = int(place.argmax())
+        drafts.append(token)
+    return drafts
+
+
+def block(w: dict[str, torch.Tensor], model: Any, text: list[int], count: int) -> torch.Tensor:
+    """What a block's places give, the newest token's first."""
     out = model(torch.tensor([text]), output_hidden_states=True)
     seen = torch.cat([out.hidden_states[layer + 1][0, :-1] for layer in (1, 4)], dim=-1)
     context = norm(seen @ w["fc.weight"].T, w["hidden_norm.weight"])
@@ -81,8 +102,7 @@ def dflash(w: dict[str, torch.Tensor], model: Any, text: list[int], count: int) 
         x = norm(hidden, w[f"{layer}.post_attention_layernorm.weight"])
         gate, up, down = (w[f"{layer}.mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
         hidden = hidden + (F.silu(x @ gate.T) * (x @ up.T)) @ down.T
-    drafted = norm(hidden[1:], w["norm.weight"])
-    return [int(one) for one in (drafted @ table.T).argmax(-1)]
+    return norm(hidden, w["norm.weight"])
 
 
 def chain(w: dict[str, torch.Tensor], model: Any, text: list[int], count: int) -> list[int]:
@@ -109,12 +129,19 @@ FORMULAS = {
     "medusa": medusa,
     "medusa-shared": medusa,
     "dflash": dflash,
+    "dspark": dspark,
+    "dspark-plain": dspark,
     "mlp_speculator": chain,
     "mlp_speculator-tied": chain,
 }
 
 
-@pytest.mark.parametrize("kind", list(FORMULAS))
+SLOW = ("dspark-plain", "medusa-shared", "mlp_speculator-tied")
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind in SLOW)) for kind in FORMULAS]
+)
 def test_a_checkpoint_drafts_what_its_formula_says(
     kind: str, model: Any, tmp_path: Path, proposed: Proposed
 ) -> None:
@@ -163,6 +190,18 @@ def test_what_cannot_draft_at_once_is_refused_with_the_numbers(tmp_path: Path) -
     save_head(tmp_path / "block", "dflash")
     with pytest.raises(ConfigError, match=r"drafts at most 5 tokens \(block_size 6\)"):
         run_greedily(speculating(str(tmp_path / "block"), num_speculative_tokens=6))
+    for number, (changes, said) in enumerate(
+        (
+            ({"markov_head_type": "rnn"}, "markov_head_type is 'rnn'; only vanilla heads are read"),
+            ({"markov_rank": -1}, "markov_rank is -1"),
+            ({"draft_vocab_size": 500}, "draft_vocab_size is 500, the model knows 4096 tokens"),
+        )
+    ):
+        save_head(tmp_path / f"spark{number}", "dspark", **changes)
+        with pytest.raises(ConfigError, match=said):
+            run_greedily(speculating(str(tmp_path / f"spark{number}"), num_speculative_tokens=6))
+    with pytest.raises(ConfigError, match=r"drafts at most 6 tokens \(block_size 6\)"):
+        run_greedily(speculating(str(tmp_path / "spark0"), num_speculative_tokens=7))
     plain = {"method": "draft_model", "parallel_drafting": True}
     with pytest.raises(ConfigError, match="names no token for open places"):
         run_greedily(speculating(str(MODEL), **plain))

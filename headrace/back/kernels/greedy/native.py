@@ -31,4 +31,5 @@ KERNEL = Kernel(
     name="native",
     supports=lambda problem: unsupported(problem.device, torch.float32),
     bind=lambda problem: bind_with(loaded()),
+    invariant=True,
 )

@@ -51,7 +51,9 @@ def _sample(problem: GreedyProblem) -> Sample:
 
 OP: Op[GreedyProblem] = Op(
     name="greedy",
-    reference=Kernel(name="torch", supports=lambda problem: None, bind=bind_reference),
+    reference=Kernel(
+        name="torch", supports=lambda problem: None, bind=bind_reference, invariant=True
+    ),
     kernels=(
         "headrace.back.kernels.greedy.native:KERNEL",
         "headrace.back.kernels.greedy.triton_greedy:KERNEL",

@@ -93,4 +93,5 @@ KERNEL = Kernel(
     name="triton",
     supports=lambda problem: unsupported(problem.device, torch.float32),
     bind=bind,
+    invariant=True,
 )
