@@ -168,8 +168,8 @@ def test_blocks_that_are_not_built_are_refused_by_key(
     assert caught.value.field == field
 
 
-def test_layers_with_heads_of_their_own_equal_a_qwen3_with_them(tmp_path: Path) -> None:
-    """OpenELM."""
+def openelm(folder: Path) -> Any:
+    """Qwen 3 whose layers have heads and inner sizes of their own, as OpenELM publishes them."""
     heads, kv_heads, inners = [4, 6, 8], [2, 3, 2], [32, 64, 80]
     config = transformers.Qwen3Config(
         **SIZES
@@ -199,7 +199,7 @@ def test_layers_with_heads_of_their_own_equal_a_qwen3_with_them(tmp_path: Path) 
         tensors[f"{to}.ffn_norm.weight"] = tensors.pop(f"{at}.post_attention_layernorm.weight")
     tensors["transformer.norm.weight"] = tensors.pop("model.norm.weight")
     tensors["transformer.token_embeddings.weight"] = tensors.pop("model.embed_tokens.weight")
-    save_file(tensors, tmp_path / "model.safetensors")
+    save_file(tensors, folder / "model.safetensors")
     published = {
         **{"architectures": ["OpenELMForCausalLM"], "vocab_size": 97, "model_dim": 48},
         **{"num_transformer_layers": 3, "head_dim": 8, "num_query_heads": heads},
@@ -209,8 +209,13 @@ def test_layers_with_heads_of_their_own_equal_a_qwen3_with_them(tmp_path: Path) 
         **{"share_input_output_layers": True, "activation_fn_name": "swish"},
         "normalization_layer_name": "rms_norm",
     }
-    (tmp_path / "config.json").write_text(json.dumps(published))
-    models = both_models(tmp_path, oracle)
+    (folder / "config.json").write_text(json.dumps(published))
+    return oracle
+
+
+def test_layers_with_heads_of_their_own_equal_a_qwen3_with_them(tmp_path: Path) -> None:
+    """OpenELM."""
+    models = both_models(tmp_path, openelm(tmp_path))
     got = teacher_forced(models.ours, models.rows, block_tokens=BLOCK_TOKENS, dtype=torch.float32)
     compare(got, models.theirs, 1e-4)
 

@@ -128,7 +128,58 @@ def _deepseek_ocr(file: GGUFFile, name: str, config: Config) -> None:
         raise file.wrong(f"{name}.expert_gating_func", f"{softmax} (softmax)")
 
 
+def _openelm(file: GGUFFile, name: str, config: Config) -> None:
+    """Heads and inner sizes of each layer, the latter as shares of the width."""
+    layers, width = config["num_hidden_layers"], config["hidden_size"]
+    kv_heads = each_of(file, f"{name}.attention.head_count_kv", layers)
+    inners = each_of(file, f"{name}.feed_forward_length", layers)
+    config.update(
+        num_query_heads=list(each_of(file, f"{name}.attention.head_count", layers)),
+        num_kv_heads=list(kv_heads),
+        num_key_value_heads_per_layer=list(kv_heads),
+        num_key_value_heads=max(kv_heads),
+        ffn_multipliers=[inner / width for inner in inners],
+        ffn_dim_divisor=1,
+        normalize_qk_projections="blk.0.attn_q_norm.weight" in file.tensors,
+    )
+
+
+def _plamo3(file: GGUFFile, name: str, config: Config) -> None:
+    """All but the last of each period slide, with rotations of their own."""
+    window = file.whole(f"{name}.attention.sliding_window", 0)
+    config["sliding_window"] = window or None
+    config["sliding_window_pattern"] = count(file, f"{name}.attention.sliding_window_pattern", 8)
+    config["rope_local_theta"] = file.number(f"{name}.rope.freq_base_swa", 10000.0)
+
+
+def _paddle_ocr(file: GGUFFile, name: str, config: Config) -> None:
+    """The text part; positions of text are alike in all sections of its rotations."""
+    config.update(mlp_bias=False, attention_bias=False)
+    config.pop("rope_scaling", None)
+
+
 ROWS: Final[dict[str, GGUFArchitecture]] = {
+    "refact": GGUFArchitecture(
+        model_type="gpt_refact",
+        architecture="GPTRefactForCausalLM",
+        fixed={"activation_function": "silu", "multi_query": True},
+    ),
+    "openelm": GGUFArchitecture(
+        model_type="openelm",
+        architecture="OpenELMForCausalLM",
+        fixed=SILU,
+        adjust=_openelm,
+        varied=True,
+    ),
+    "plamo3": GGUFArchitecture(
+        model_type="plamo3", architecture="Plamo3ForCausalLM", fixed=SILU, adjust=_plamo3
+    ),
+    "paddleocr": GGUFArchitecture(
+        model_type="llama", architecture="LlamaForCausalLM", fixed=SILU, adjust=_paddle_ocr
+    ),
+    "hunyuan_vl": GGUFArchitecture(
+        model_type="hunyuan_v1_dense", architecture="HunYuanDenseV1ForCausalLM", fixed=SILU
+    ),
     "baichuan": GGUFArchitecture(
         model_type="baichuan", architecture="BaichuanForCausalLM", fixed=SILU, adjust=_baichuan
     ),

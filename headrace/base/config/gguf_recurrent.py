@@ -96,6 +96,13 @@ def _places(file: GGUFFile, config: Config, part: str) -> list[int]:
     return [layer for layer in layers if f"blk.{layer}.{part}.weight" in file.tensors]
 
 
+def _plamo2(file: GGUFFile, name: str, config: Config) -> None:
+    """Layers attend to all before them, as llama.cpp has it, or are recurrent."""
+    attend = set(_places(file, config, "attn_qkv"))
+    layers = range(config["num_hidden_layers"])
+    config["layer_types"] = ["full_attention" if i in attend else "mamba" for i in layers]
+
+
 def _jamba(file: GGUFFile, name: str, config: Config) -> None:
     """Attention and experts stand at one offset within each period."""
     for key, part in (("attn", "attn_q"), ("expert", "ffn_gate_inp")):
@@ -208,6 +215,17 @@ ROWS: Final[dict[str, GGUFArchitecture]] = {
         keys={**_RECURRENT, "n_groups": "ssm.group_count", "num_heads": "ssm.time_step_rank"},
         adjust=_mamba2,
         recurrent=True,
+    ),
+    "plamo2": GGUFArchitecture(
+        model_type="plamo2",
+        architecture="Plamo2ForCausalLM",
+        fixed=SILU,
+        keys={
+            "mamba_d_conv": "ssm.conv_kernel",
+            "mamba_d_state": "ssm.state_size",
+            "mamba_num_heads": "ssm.time_step_rank",
+        },
+        adjust=_plamo2,
     ),
     "jamba": GGUFArchitecture(
         model_type="jamba",

@@ -1,9 +1,9 @@
 """The tokenizer inside a GGUF file, rebuilt as a tokenizer.json document for the `tokenizers`
 library.
 
-Six vocabularies are read: "gpt2" (byte-level BPE with merges), "gemma4" (the same of characters),
-"llama" (SentencePiece BPE with scores), "t5" (SentencePiece unigrams), "bert" (WordPiece) and
-"rwkv" (tokenizer_world.py: no document, a tokenizer of its own). GGUF
+Seven vocabularies are read: "gpt2" (byte-level BPE with merges), "gemma4" (the same of characters),
+"llama" (SentencePiece BPE with scores), "t5" (SentencePiece unigrams), "bert" (WordPiece), "rwkv"
+(tokenizer_world.py) and "plamo2" (tokenizer_plamo.py), which have tokenizers of their own. GGUF
 names a pre-tokenizer instead of storing its pattern; gguf_tokenizer_patterns.py has them. A name
 that is not there is refused: a wrong pattern would split text differently and quietly change every
 answer.
@@ -24,6 +24,7 @@ from headrace.base.errors import CheckpointError
 from headrace.front.text.gguf_tokenizer_patterns import ADDS_BOS, NFC, PATTERNS, WHOLE_WORDS
 from headrace.front.text.tokenizer import Tokenizer, TokenizerFacts
 from headrace.front.text.tokenizer_json import JsonTokenizer
+from headrace.front.text.tokenizer_plamo import UNUSED, plamo_of_rows
 from headrace.front.text.tokenizer_world import world_of_gguf
 
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
@@ -32,6 +33,8 @@ UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
 _FRAMED: Final = ("bert", "nomic-bert", "modern-bert", "jina-bert-v2")
 """Architectures that read a text between two tokens of their own."""
 WORLD: Final = "rwkv"
+PLAMO: Final = "plamo2"
+_PLAMO_KINDS: Final = {UNKNOWN: "UNKNOWN", CONTROL: "CONTROL", 5: UNUSED, 6: "BYTE"}
 _SPECIAL: Final = {
     "bos_token": "bos",
     "eos_token": "eos",
@@ -49,8 +52,10 @@ def gguf_tokenizer(path: str) -> Tokenizer:
         raise CheckpointError(f"{path}: it holds no vocabulary (tokenizer.ggml.tokens)")
     if kind == WORLD:
         return world_of_gguf(file, tokens, _types(file, tokens))
+    if kind == PLAMO:
+        return _plamo(file, tokens)
     if kind not in _VOCABULARIES:
-        known = (*_VOCABULARIES, WORLD)
+        known = (*_VOCABULARIES, PLAMO, WORLD)
         raise file.wrong("tokenizer.ggml.model", f"one of {', '.join(sorted(known))}")
     if kind == "bert":
         tokens = word_pieces(tokens, _types(file, tokens))
@@ -61,6 +66,17 @@ def gguf_tokenizer(path: str) -> Tokenizer:
         document["post_processor"] = _frame(file, tokens, kind)
         facts = msgspec.structs.replace(facts, add_bos=None, add_eos=None)
     return JsonTokenizer(json.dumps(document), facts)
+
+
+def _plamo(file: GGUFFile, tokens: list[str]) -> Tokenizer:
+    kinds = [_PLAMO_KINDS.get(one, "NORMAL") for one in _types(file, tokens)]
+    rows = zip(tokens, _scores(file, tokens), kinds, strict=True)
+    return plamo_of_rows(rows, str(file.paths[0]), _facts(file, tokens, PLAMO))
+
+
+def _scores(file: GGUFFile, tokens: list[str]) -> list[float]:
+    key = "tokenizer.ggml.scores"
+    return _as_long(file, key, list(file.numbers(key) or []), len(tokens))
 
 
 def _facts(file: GGUFFile, tokens: list[str], kind: str) -> TokenizerFacts:
@@ -199,8 +215,7 @@ def _wordpiece(file: GGUFFile, tokens: list[str]) -> dict[str, Any]:
 
 
 def _unigrams(file: GGUFFile, tokens: list[str]) -> dict[str, Any]:
-    key = "tokenizer.ggml.scores"
-    scores = _as_long(file, key, list(file.numbers(key) or []), len(tokens))
+    scores = _scores(file, tokens)
     number = _token_id(file, "unknown", tokens)
     if number is None:
         number = next((i for i, one in enumerate(_types(file, tokens)) if one == UNKNOWN), None)
@@ -268,8 +283,7 @@ def _merges(file: GGUFFile) -> list[list[str]]:
 def _sentencepiece(file: GGUFFile, tokens: list[str]) -> dict[str, Any]:
     """Scores become merges: a pair merges the earlier the higher its result scores (Kudo and
     Richardson 2018)."""
-    key = "tokenizer.ggml.scores"
-    scores = _as_long(file, key, list(file.numbers(key) or []), len(tokens))
+    scores = _scores(file, tokens)
     number = _token_id(file, "unknown", tokens)
     model = _bpe(
         tokens,

@@ -2,12 +2,14 @@
 whose best path is found from the end of a text. Of equal paths the one with the longest token at
 each place is taken, and a character without a token is the tokens of its bytes.
 
-A line is a token, its score and its kind; ids are the places of lines.
+A line is a token, its score and its kind; ids are the places of lines. GGUF files hold the same
+(gguf_tokenizer.py).
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
@@ -22,6 +24,9 @@ UNKNOWN_COST = 10_000_000
 """Of a character by its bytes."""
 PRECISION = 10_000
 """Scores are compared as whole numbers of these parts."""
+Row = tuple[str, float, str]
+"""A token, its score and its kind."""
+UNUSED = "UNUSED"
 _SPECIAL = ("CONTROL", "UNKNOWN")
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 _ROLES = ("unk", "bos", "eos", "pad")
@@ -87,35 +92,37 @@ class PlamoTokenizer(ListedTokenizer):
 def load_plamo(path: str) -> PlamoTokenizer:
     """The vocabulary of a file; CheckpointError names the line that is wrong."""
     file = Path(path)
+    rows = [_row(file, number, line) for number, line in enumerate(file.read_bytes().splitlines())]
+    facts = read_facts(file.parent)
+    known = {f"{role}_token": f"<|plamo:{role}|>" for role in _ROLES}
+    special = {text for text, _, kind in rows if kind in _SPECIAL}
+    known = {role: text for role, text in known.items() if text in special}
+    named = msgspec.structs.replace(facts, special_tokens=known | facts.special_tokens)
+    return plamo_of_rows(rows, file.name, named)
+
+
+def plamo_of_rows(rows: Iterable[Row], where: str, facts: TokenizerFacts) -> PlamoTokenizer:
+    """Of all tokens, in the order of their ids; of the kind UNUSED they stand for nothing."""
     costs: dict[str, tuple[int, int]] = {}
     of_bytes: dict[int, int] = {}
     special: dict[str, int] = {}
-    for number, line in enumerate(file.read_bytes().splitlines()):
-        text, score, kind = _row(file, number, line)
+    for number, (text, score, kind) in enumerate(rows):
         byte = _BYTE.fullmatch(text) if kind == "BYTE" else None
         if byte is not None:
             of_bytes[int(byte[1], 16)] = number
         elif kind in _SPECIAL:
             special[text] = number
-        else:
+        elif kind != UNUSED:
             costs[text] = (-round(score * PRECISION), number)
     if len(of_bytes) < 256:
         raise CheckpointError(
-            f"{file.name}: it has tokens of {len(of_bytes)} bytes, not of all 256: some texts "
-            "have no tokens"
+            f"{where}: it has tokens of {len(of_bytes)} bytes, not of all 256: some texts have no "
+            "tokens"
         )
-    facts = read_facts(file.parent)
-    names = {f"{role}_token": f"<|plamo:{role}|>" for role in _ROLES}
-    known = {role: text for role, text in names.items() if text in special}
-    return PlamoTokenizer(
-        costs,
-        of_bytes,
-        special,
-        msgspec.structs.replace(facts, special_tokens=known | facts.special_tokens),
-    )
+    return PlamoTokenizer(costs, of_bytes, special, facts)
 
 
-def _row(file: Path, number: int, line: bytes) -> tuple[str, float, str]:
+def _row(file: Path, number: int, line: bytes) -> Row:
     try:
         row = msgspec.json.decode(line, type=list)
         text, score = row[0], row[1]

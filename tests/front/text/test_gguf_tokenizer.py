@@ -341,7 +341,7 @@ def test_other_kinds_of_vocabulary_and_none_are_refused(tmp_path: Path) -> None:
         writer.add_tokenizer_model("plamo")
         writer.add_token_list(["a"])
 
-    with pytest.raises(CheckpointError, match="one of bert, gemma4, gpt2, llama, rwkv, t5"):
+    with pytest.raises(CheckpointError, match="one of bert, gemma4, gpt2, llama, plamo2, rwkv, t5"):
         gguf_tokenizer(write(tmp_path / "a.gguf", other))
     with pytest.raises(CheckpointError, match="holds no vocabulary"):
         gguf_tokenizer(write(tmp_path / "b.gguf", lambda writer: None))

@@ -6,13 +6,16 @@ import json
 from functools import cache
 from pathlib import Path
 
+import gguf
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.base.errors import CheckpointError
+from headrace.front.text.gguf_tokenizer import gguf_tokenizer
 from headrace.front.text.tokenizer_files import load_tokenizer
 from headrace.front.text.tokenizer_plamo import PlamoTokenizer, load_plamo
+from tests.front.text.test_gguf_tokenizer import write
 
 SPECIAL = [("<|plamo:unk|>", 0.0, "UNKNOWN"), ("<|plamo:bos|>", 0.0, "CONTROL")]
 BYTES = [(f"<0x{byte:02X}>", 0.0, "BYTE") for byte in range(256)]
@@ -83,6 +86,23 @@ def test_control_tokens_are_found_in_prompts_alone(tmp_path: Path) -> None:
     assert found.encode("a<|plamo:bos|>b") == [IDS["a"], 1, IDS["b"]]
     assert 1 not in found.encode_plain("<|plamo:bos|>")
     assert found.special_id("bos_token") == 1 and found.special_ids == {0, 1}
+
+
+def test_a_gguf_file_holds_the_same_vocabulary(tmp_path: Path, tokenizer: PlamoTokenizer) -> None:
+    kinds = {"NORMAL": 1, "UNKNOWN": 2, "CONTROL": 3, "BYTE": 6}
+
+    def fill(writer: gguf.GGUFWriter) -> None:
+        writer.add_tokenizer_model("plamo2")
+        writer.add_token_list([*(text for text, _, _ in ROWS), "[PAD1]"])
+        writer.add_token_scores([*(score for _, score, _ in ROWS), -1000.0])
+        writer.add_token_types([*(kinds[kind] for _, _, kind in ROWS), 5])
+        writer.add_bos_token_id(1)
+
+    found = gguf_tokenizer(write(tmp_path / "m.gguf", fill))
+    for text in ("abab 日本🦆", "[PAD1]", "a<|plamo:bos|>b"):
+        assert found.encode_plain(text) == tokenizer.encode_plain(text)
+        assert found.encode(text) == tokenizer.encode(text)
+    assert found.special_id("bos_token") == 1
 
 
 @pytest.mark.parametrize(

@@ -109,7 +109,7 @@ class GGUFSource:
             values = self._dequantize(tensor, rows_of).reshape(-1)
             values = deinterleaved(values, heads) if heads else values
             values = self._in_order(name, values)
-            values = values - 1 if self._plus_one(name) else _logarithm(name, values)
+            values = _logarithm(name, values) - self._added(name)
             target.copy_(torch.from_numpy(values)[source])
             return
         if len(shape) == 4:  # rates of decay by head
@@ -224,9 +224,12 @@ class GGUFSource:
         multiplied = any(self._outer.of(part) is not None for part in parts)
         return first if rows_stay and first == second and not multiplied else "F32"
 
-    def _plus_one(self, name: str) -> bool:
-        named = name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight")
-        return self._dialect.norm_plus_one and named
+    def _added(self, name: str) -> np.float32:
+        """To a norm, when the file was written."""
+        for ending, number in self._dialect.added.items():
+            if name.endswith(ending):
+                return np.float32(number)
+        return np.float32(0)
 
 
 def _logarithm(name: str, values: np.ndarray) -> np.ndarray:
@@ -338,16 +341,14 @@ def _flat(tensor: GGUFTensor) -> GGUFTensor:
 
 def _new_name(name: str, dialect: Dialect) -> str:
     stem, _, kind = name.rpartition(".")
-    if kind in ("ssm_a", "ssm_d", "exp_probs_b"):  # without an ending
-        stem, kind = name, "weight"
-    if kind == "scale":  # a name of its own
-        stem, kind = name, ""
     if stem in dialect.top:
         return _ended(dialect.top[stem], kind)
-    for prefix, place, blocks in dialect.sections:
-        match = re.fullmatch(rf"{prefix}\.(\d+)\.([\w.]+)", stem, re.ASCII)
-        if match and match[2] in blocks and kind in ("weight", "bias", ""):
-            return f"{place}.{match[1]}.{_ended(blocks[match[2]], kind)}"
+    # A whole name, with its ending or without any, before one that all endings share.
+    for part, ending in ((name, "weight"), (stem, kind)):
+        for prefix, place, blocks in dialect.sections:
+            match = re.fullmatch(rf"{prefix}\.(\d+)\.([\w.]+)", part, re.ASCII)
+            if match and match[2] in blocks and ending in ("weight", "bias"):
+                return f"{place}.{match[1]}.{_ended(blocks[match[2]], ending)}"
     return name
 
 

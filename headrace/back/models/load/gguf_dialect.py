@@ -12,8 +12,8 @@ from headrace.back.models.load.gguf_heads import RowOrder
 
 @dataclass(frozen=True, kw_only=True)
 class Dialect:
-    """How one architecture's tensors differ: block names, interleaved query and key rows, norms
-    stored plus one (but those of recurrent layers), rows in another `order`. `layers`: where blocks
+    """How one architecture's tensors differ: block names, interleaved query and key rows, what is
+    `added` to norms by the ends of their names, rows in another `order`. `layers`: where blocks
     lie, `top`: names outside of them, `further`: blocks of another name, with their place and
     names; `drafts`: layers behind the last ones only draft tokens; `joined`: what is one tensor
     here and several in the file, `stacked`: what is several here, by their names; `unstacked`: the
@@ -22,7 +22,7 @@ class Dialect:
 
     blocks: Mapping[str, str]
     interleaved: bool = False
-    norm_plus_one: bool = False
+    added: Mapping[str, float] = field(default_factory=dict)
     order: Callable[[Mapping[str, Any]], RowOrder] | None = None
     layers: str = "model.layers"
     top: Mapping[str, str] = field(default_factory=lambda: names.TOP)

@@ -57,25 +57,25 @@ DIALECTS: Mapping[str, Dialect] = {
     "qwen3moe": Dialect(blocks=names.MIXTURE),
     "olmoe": Dialect(blocks=names.MIXTURE),
     "gpt-oss": Dialect(blocks=names.GPT_OSS),
-    "qwen3next": Dialect(blocks=names.MIXTURE | names.DELTA, norm_plus_one=True),
+    "qwen3next": Dialect(blocks=names.MIXTURE | names.DELTA, added=names.PLUS_ONE),
     "qwen35": Dialect(
-        blocks=names.BLOCK | names.DELTA, norm_plus_one=True, order=ValueHeads, drafts=True
+        blocks=names.BLOCK | names.DELTA, added=names.PLUS_ONE, order=ValueHeads, drafts=True
     ),
     "qwen35moe": Dialect(
-        blocks=names.MIXTURE | names.DELTA, norm_plus_one=True, order=ValueHeads, drafts=True
+        blocks=names.MIXTURE | names.DELTA, added=names.PLUS_ONE, order=ValueHeads, drafts=True
     ),
     "qwen3vl": Dialect(blocks=names.BLOCK),
     "qwen3vlmoe": Dialect(blocks=names.MIXTURE),
     "qwen2": Dialect(blocks=names.BLOCK),
     "qwen2vl": Dialect(blocks=names.BLOCK),
     "qwen3": Dialect(blocks=names.BLOCK),
-    "gemma2": Dialect(blocks=names.SANDWICH, norm_plus_one=True),
-    "gemma3": Dialect(blocks=names.SANDWICH, norm_plus_one=True),
+    "gemma2": Dialect(blocks=names.SANDWICH, added=names.PLUS_ONE),
+    "gemma3": Dialect(blocks=names.SANDWICH, added=names.PLUS_ONE),
     "phi3": Dialect(blocks=names.FUSED_MLP),
     "olmo2": Dialect(blocks=names.SANDWICH),
     "granite": Dialect(blocks=names.BLOCK, interleaved=True),
     "smollm3": Dialect(blocks=names.BLOCK, interleaved=True),
-    "gemma": Dialect(blocks=names.BLOCK, norm_plus_one=True),
+    "gemma": Dialect(blocks=names.BLOCK, added=names.PLUS_ONE),
     "glm4": Dialect(blocks=names.GLM4),
     "seed_oss": Dialect(blocks=names.BEHIND),
     "exaone": Dialect(blocks=names.BLOCK),
@@ -85,7 +85,7 @@ DIALECTS: Mapping[str, Dialect] = {
     "stablelm": Dialect(blocks=names.BLOCK),
     "command-r": Dialect(blocks=names.BLOCK),
     "cohere2": Dialect(blocks=names.BLOCK),
-    "nemotron": Dialect(blocks=names.BLOCK, norm_plus_one=True),
+    "nemotron": Dialect(blocks=names.BLOCK, added=names.PLUS_ONE),
     "arcee": Dialect(blocks=names.BLOCK, interleaved=True),
     "olmo": Dialect(blocks=names.BLOCK, interleaved=True),
     "phi2": Dialect(

@@ -135,7 +135,7 @@ DEEPSEEK_4_TOP = {
 DIALECTS: Mapping[str, Dialect] = {
     "deepseek4": Dialect(blocks=DEEPSEEK_4, top=DEEPSEEK_4_TOP, drafts=True),
     "hy_v3": Dialect(blocks=HUNYUAN_3, drafts=True),
-    "step35": Dialect(blocks=STEP, norm_plus_one=True, drafts=True),
+    "step35": Dialect(blocks=STEP, added=names.PLUS_ONE, drafts=True),
     "deepseek2-ocr": Dialect(blocks=names.ROUTED),
     "bailingmoe": Dialect(blocks=names.ROUTED, interleaved=True),
     "dbrx": Dialect(blocks=DBRX, layers="transformer.blocks", top=DBRX_TOP),

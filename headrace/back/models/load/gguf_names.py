@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+PLUS_ONE = {"linear_attn.norm.weight": 0.0, "norm.weight": 1.0}
+"""What is added to norms, by the ends of their names, of which the first that fits counts."""
 HEAD = {"output": "lm_head"}
 TOP = HEAD | {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
 BLOCK = {

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from headrace.back.models.load import gguf_names as names
-from headrace.back.models.load.gguf_dialect import Dialect
+from headrace.back.models.load.gguf_dialect import Dialect, Joined
 
 CHATGLM = {
     "attn_norm": "input_layernorm",
@@ -71,7 +71,71 @@ TALKIE = {
     "ffn_down.scale": "mlp_gain.a_g.",
     "layer_output_scale": "embed_skip.a_g.",
 }
+REFACT = {
+    "attn_norm": "ln_1",
+    "attn_q": "attn.q",
+    "attn_output": "attn.c_proj",
+    "ffn_norm": "ln_2",
+    "ffn_down": "mlp.c_proj",
+}
+GATE_UP = ("ffn_gate", "ffn_up")
+OPENELM = {
+    "attn_norm": "attn_norm",
+    "attn_qkv": "attn.qkv_proj",
+    "attn_q_norm": "attn.q_norm",
+    "attn_k_norm": "attn.k_norm",
+    "attn_output": "attn.out_proj",
+    "ffn_norm": "ffn_norm",
+    "ffn_down": "ffn.proj_2",
+}
+PLAMO3 = {
+    "attn_norm": "pre_mixer_norm",
+    "attn_qkv": "mixer.qkv_proj",
+    "attn_q_norm": "mixer.q_norm",
+    "attn_k_norm": "mixer.k_norm",
+    "attn_output": "mixer.o_proj",
+    "post_attention_norm": "post_mixer_norm",
+    "ffn_norm": "pre_mlp_norm",
+    "ffn_up": "mlp.gate_up_proj",
+    "ffn_down": "mlp.down_proj",
+    "post_ffw_norm": "post_mlp_norm",
+}
+PLAMO2 = PLAMO3 | {
+    "attn_q_norm": "mixer.q_weight.",
+    "attn_k_norm": "mixer.k_weight.",
+    "ssm_in": "mixer.in_proj",
+    "ssm_conv1d": "mixer.conv1d",
+    "ssm_x": "mixer.bcdt_proj",
+    "ssm_dt": "mixer.dt_proj",
+    "ssm_dt.bias": "mixer.dt_bias.",
+    "ssm_a": "mixer.A_log.",
+    "ssm_d": "mixer.D.",
+    "ssm_dt_norm": "mixer.dt_norm_weight.",
+    "ssm_b_norm": "mixer.B_norm_weight.",
+    "ssm_c_norm": "mixer.C_norm_weight.",
+    "ssm_out": "mixer.out_proj",
+}
+PLAMO_NORMS = {"post_mixer_norm.weight": 1 / 5, "post_mlp_norm.weight": 5**-1.5, "norm.weight": 1.0}
 DIALECTS: Mapping[str, Dialect] = {
+    "refact": Dialect(
+        blocks=REFACT,
+        layers="transformer.h",
+        top=names.GPT_2_TOP,
+        joined=(
+            Joined(name="attn.kv.weight", parts=("attn_k", "attn_v")),
+            Joined(name="mlp.gate_up_proj.weight", parts=GATE_UP),
+        ),
+    ),
+    "openelm": Dialect(
+        blocks=OPENELM,
+        layers="transformer.layers",
+        top={"token_embd": "transformer.token_embeddings", "output_norm": "transformer.norm"},
+        joined=(Joined(name="ffn.proj_1.weight", parts=GATE_UP),),
+    ),
+    "plamo2": Dialect(blocks=PLAMO2, layers="model.layers.layers", added=PLAMO_NORMS),
+    "plamo3": Dialect(blocks=PLAMO3, layers="model.layers.layers", added=PLAMO_NORMS),
+    "paddleocr": Dialect(blocks=names.BLOCK),
+    "hunyuan_vl": Dialect(blocks=names.HUNYUAN),
     "talkie": Dialect(
         blocks=TALKIE, layers="blocks", top={"token_embd": "embed", "output": "lm_head"}
     ),
@@ -92,7 +156,7 @@ DIALECTS: Mapping[str, Dialect] = {
     "pangu-embedded": Dialect(blocks=names.BLOCK),
     "llama-embed": Dialect(blocks=names.BLOCK, interleaved=True, layers="layers", top=BARE),
     "gemma-embedding": Dialect(
-        blocks=names.SANDWICH, norm_plus_one=True, layers="layers", top=BARE
+        blocks=names.SANDWICH, added=names.PLUS_ONE, layers="layers", top=BARE
     ),
     "nomic-bert-moe": Dialect(
         blocks=NOMIC_EXPERTS,

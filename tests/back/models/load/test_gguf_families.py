@@ -583,6 +583,8 @@ FAMILIES: dict[str, tuple[str, Family]] = {
         ),
     ),
     "hunyuan": ("hunyuan-dense", Family(kind="HunYuanDenseV1", sizes=HEAD)),
+    "hunyuan-vl": ("hunyuan_vl", Family(kind="HunYuanDenseV1", sizes=HEAD)),
+    "paddle-ocr": ("paddleocr", Family(kind="Llama", sizes=HEAD)),
     "hunyuan-moe": (
         "hunyuan-moe",
         Family(
@@ -969,6 +971,8 @@ ALIKE = (
     "ernie4.5",
     "arcee",
     "hunyuan",
+    "hunyuan-vl",
+    "paddle-ocr",
     "minicpm",
     "jais2",
     "falcon-40b",

@@ -27,8 +27,9 @@ from tests.models.test_encoders import SIZES as SMALL
 from tests.models.test_encoders import TEXTS, batch_of, embedding_gemma, saved
 from tests.models.test_parity import LENGTHS, SIZES, compare, rope
 from tests.models.test_published_names import HEAD_DIM, HEADS, KV_HEADS, publish, with_alibi
-from tests.models.test_unlike_layers import BLOCKS, MATRIX, deci
+from tests.models.test_unlike_layers import BLOCKS, MATRIX, deci, openelm
 from tests.references import jais, nomic_experts
+from tests.references.small_decoders import REFACT_INNER
 from tests.references.small_decoders import SMALL as SMALL_DECODERS
 
 Tensors = dict[str, torch.Tensor]
@@ -74,6 +75,33 @@ def write(
         writer.add_tensor(stored, np.ascontiguousarray(values))
     _finish(writer)
     return read_model_facts(LocatedModel(path=path, name="m", format="gguf"))
+
+
+def apart(tensors: Tensors, parts: Mapping[str, tuple[str, str]]) -> Tensors:
+    """Tensors of which two halves lie in one, each by itself: by the last name of the module."""
+    stored = {}
+    for name, tensor in tensors.items():
+        stem, _, last = name.removesuffix(".weight").rpartition(".")
+        for part, half in zip(parts.get(last, ()), tensor.chunk(2), strict=False):
+            stored[f"{stem}.{part}.weight"] = half
+        if last not in parts:
+            stored[name] = tensor
+    return stored
+
+
+def in_table(name: str) -> str:
+    """Names that converters give apart, as the library's table knows them of other models."""
+    if match := re.match(
+        r"transformer\.(?:h|layers)\.(\d+)\.(attn|ffn|mlp)\.(q|k|v|gate_proj|up_proj)\.", name
+    ):
+        layer, last = match[1], match[3]
+        own = f"mlp.{last}" if "_" in last else f"self_attn.{last}_proj"
+        return f"model.layers.{layer}.{own}.weight"
+    return (
+        name.replace("ln_f.weight", "transformer.ln_f.weight", 1)
+        if name.startswith("ln_f")
+        else name
+    )
 
 
 def compare_logits(path: Path, facts: ModelFacts, oracle: Any) -> None:
@@ -141,6 +169,7 @@ LATENT = {
         ("maincoder", PLAIN),
         ("plamo", {**PLAIN, "attention.head_count_kv": 2, "rope.freq_base": 1e4}),
         ("plm", LATENT),
+        ("refact", {**PLAIN, "feed_forward_length": REFACT_INNER, "attention.head_count_kv": 1}),
     ],
 )
 def test_files_answer_as_the_reference_of_their_model(
@@ -149,6 +178,9 @@ def test_files_answer_as_the_reference_of_their_model(
     reference, config = SMALL_DECODERS[name]
     weights = reference.tensors(config)
     stored = dict(weights)
+    if name == "refact":
+        stored = apart(stored, {"kv": ("k", "v"), "gate_up_proj": ("gate_proj", "up_proj")})
+        stored = {in_table(key): one for key, one in stored.items()}
     if name == "plamo":  # query heads that share a KV head lie side by side
         for key, one in weights.items():
             if key.endswith("q_proj.weight"):
@@ -159,7 +191,8 @@ def test_files_answer_as_the_reference_of_their_model(
     rows = random_rows(SIZES["vocab_size"], LENGTHS)
     model, _ = load(spec_of(tmp_path / "m.gguf", facts.config, family=facts.family, format="gguf"))
     got = teacher_forced(model, rows, block_tokens=16, dtype=torch.float32)
-    compare(got, [reference.logits(config, weights, row) for row in rows], 1e-4)
+    exact = {key: one.double() for key, one in weights.items()}
+    compare(got, [reference.logits(config, exact, row).float() for row in rows], 1e-4)
 
 
 def test_codeshell_answers_as_its_oracle(tmp_path: Path) -> None:
@@ -345,3 +378,18 @@ def test_nomics_experts_have_no_bias_in_files(tmp_path: Path) -> None:
     facts.config["layer_norm_eps"] = 1e-5  # the file states that of root mean squares, too
     wanted = torch.cat([nomic_experts.hidden_states(tensors, text) for text in TEXTS])
     torch.testing.assert_close(states(tmp_path / "m.gguf", facts), wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_layers_with_heads_and_inner_sizes_of_their_own(tmp_path: Path) -> None:
+    """OpenELM's files list both for each layer, and have its gates apart."""
+    oracle = openelm(tmp_path)
+    tensors = apart(load_file(tmp_path / "model.safetensors"), {"proj_1": ("gate_proj", "up_proj")})
+    renamed = {in_table(name): tensor for name, tensor in tensors.items()}
+    metadata = {
+        **{"context_length": 128, "embedding_length": 48, "rope.freq_base": 500.0},
+        **{"feed_forward_length": [32, 64, 80], "attention.head_count": [4, 6, 8]},
+        **{"attention.head_count_kv": [2, 3, 2], "attention.key_length": 8},
+        "attention.value_length": 8,
+    }
+    facts = write(tmp_path / "m.gguf", "openelm", renamed, layers=3, metadata=metadata)
+    compare_logits(tmp_path / "m.gguf", facts, oracle)

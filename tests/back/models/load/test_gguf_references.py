@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 import torch
 
-from tests.back.models.load.checkpoints import _finish, name_table
-from tests.back.models.load.test_gguf_blocks import gguf_spec
+from headrace.launch.locate import LocatedModel
+from headrace.launch.model_facts import read_model_facts
+from tests.back.models.load.checkpoints import _finish, name_table, spec_of
 from tests.back.models.load.test_gguf_families import permuted
 from tests.back.models.load.test_gguf_mixtures import ROWS, load, logits
-from tests.references import arctic, grok, grove_moe, smallthinker
+from tests.references import arctic, grok, grove_moe, plamo2, plamo3, smallthinker
 
 
 def sizes(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
@@ -71,6 +72,56 @@ def of_smallthinker(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         writer.add_sliding_window(config["sliding_window_size"])
 
 
+def of_plamo3(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    sizes(writer, config)
+    writer.add_key_length(config["head_dim"])
+    writer.add_value_length(config["head_dim"])
+    writer.add_sliding_window(12)
+    writer.add_sliding_window_pattern(2)
+    writer.add_float32("plamo3.rope.freq_base_swa", config["rope_local_theta"])
+
+
+def of_plamo2(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    attends = [plamo2.attends(config, i) for i in range(config["num_hidden_layers"])]
+    heads = config["num_attention_heads"], config["num_key_value_heads"]
+    several = [[of * one for one in attends] for of in heads]
+    stated = {"num_attention_heads": several[0], "num_key_value_heads": several[1]}
+    sizes(writer, {**config, **stated, "rope_theta": 1e4})
+    writer.add_key_length(config["hidden_size_per_head"])
+    writer.add_value_length(config["hidden_size_per_head"])
+    writer.add_ssm_state_size(config["mamba_d_state"])
+    writer.add_ssm_conv_kernel(config["mamba_d_conv"])
+    writer.add_ssm_time_step_rank(config["mamba_num_heads"])
+    writer.add_ssm_inner_size(config["mamba_num_heads"] * config["hidden_size_per_head"])
+    writer.add_ssm_group_count(0)
+
+
+def converted(name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
+    """As llama.cpp's converters change PLaMo 2 and 3: what norms lack is added, rates of decay are
+    -exp of what is stored."""
+    for ending, number in {
+        **plamo3.OFFSETS,
+        "q_norm": 1.0,
+        "k_norm": 1.0,
+        "model.norm": 1.0,
+    }.items():
+        if name.endswith(f"{ending}.weight"):
+            return name, tensor + number
+    if name.endswith(".A_log"):
+        return name, -tensor.exp()
+    names = {"dt_bias": "dt_proj.bias", "q_weight": "q.weight", "k_weight": "k.weight"}
+    stem, _, last = name.rpartition(".")
+    return f"{stem}.{names.get(last, last)}", tensor.squeeze(1) if "conv1d" in name else tensor
+
+
+UNLISTED = {
+    "dt_norm_weight": "ssm_dt_norm",
+    "B_norm_weight": "ssm_b_norm",
+    "C_norm_weight": "ssm_c_norm",
+}
+"""Tensors of PLaMo 2 that the library's table of names leaves out."""
+WHOLE = {**plamo2.CONFIG, "full_attention_idx": [1, 3]}
+"""As llama.cpp reads it: no layer has a window."""
 SLIDING = {
     **{**smallthinker.CONFIG, "num_hidden_layers": 3, "tie_word_embeddings": False},
     **{"rope_layout": [0, 1, 1], "sliding_window_layout": [0, 1, 1]},
@@ -82,6 +133,8 @@ FILES: dict[str, tuple[ModuleType, dict[str, Any], Callable[..., None], bool]] =
     "grok": (grok, grok.CONFIG, of_grok, False),
     "arctic": (arctic, EVERY, sizes, True),
     "grovemoe": (grove_moe, grove_moe.CONFIG, of_grove, False),
+    "plamo3": (plamo3, {**plamo3.CONFIG, "sliding_window": [12, None, 12]}, of_plamo3, False),
+    "plamo2": (plamo2, WHOLE, of_plamo2, False),
     "smallthinker": (smallthinker, SLIDING, of_smallthinker, False),
     "smallthinker-whole": (smallthinker, smallthinker.SOFTMAX, of_smallthinker, False),
 }
@@ -113,15 +166,22 @@ def test_a_file_answers_as_its_reference(name: str, tmp_path: Path) -> None:
     for one, tensor in with_joined_experts(weights).items():
         if one.endswith("mlp.expert_bias"):
             continue  # converters leave it out
+        if name.startswith("plamo"):
+            one, tensor = converted(one, tensor)
         values = tensor.numpy()
         for part, heads in (("q", "num_attention_heads"), ("k", "num_key_value_heads")):
             if in_pairs and f"self_attn.{part}_proj" in one:
                 values = permuted(values, config[heads])
-        stored = table.get_name(one, try_suffixes=(".weight",))
+        stored = table.get_name(one, try_suffixes=(".weight", ".bias"))
+        if one.rpartition(".")[2] in UNLISTED:
+            stem, _, last = one.rpartition(".")
+            stored = f"blk.{stem.split('.')[3]}.{UNLISTED[last]}.weight"
         assert stored is not None, one
         writer.add_tensor(stored, np.ascontiguousarray(values))
     _finish(writer)
-    ours, _ = load(gguf_spec(tmp_path / "m.gguf"))
+    facts = read_model_facts(LocatedModel(path=tmp_path / "m.gguf", name="m", format="gguf"))
+    spec = spec_of(tmp_path / "m.gguf", facts.config, family=facts.family, format="gguf")
+    ours, _ = load(spec)
     for mine, row in zip(logits(ours), ROWS, strict=True):
         torch.testing.assert_close(
             mine, reference.logits(config, weights, row), rtol=1e-4, atol=1e-4
