@@ -63,7 +63,6 @@ STAGES = (
             "core/control.py",
             "core/service_state.py",
             "core/admission.py",
-            "core/request_index.py",
         ),
     ),
     ("choose what runs", ("core/scheduler", "core/request.py")),

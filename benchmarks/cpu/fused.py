@@ -19,7 +19,6 @@ import torch
 from linear_blocks import cycled
 from measure import cell, interleaved, row, setup
 
-from headrace.back.kernels.fused_linear import native as fused_linear
 from headrace.back.kernels.fused_linear.op import FusedLinearProblem
 from headrace.back.kernels.gated_act import native as gated_act
 from headrace.back.kernels.gated_act.op import GatedActProblem
@@ -89,7 +88,7 @@ def gate(library: NativeLibrary, kind: str) -> Pair:
     act = gated_act.bind_with(library, silu)
     asked = FusedLinearProblem(**NEW, outputs=outputs, activation="silu")
     whole = cycled([linear.bind_with(library, plain, w, None) for w in weights[::2]], 0)
-    fused = cycled([fused_linear.bind_with(library, asked, w) for w in weights[1::2]], 0)
+    fused = cycled([linear.bind_gated(library, asked, w) for w in weights[1::2]], 0)
     return lambda x, r: act(whole(x)), lambda x, r: fused(x)
 
 

@@ -25,8 +25,8 @@ from typing import Any
 
 from benchmarks.robustness.serving import DEMO
 from headrace.base.config.tree import ModelOptions, Options
-from headrace.front.server.app import make_app
 from headrace.front.server.render_server import text_services
+from headrace.front.server.table import make_app
 from headrace.launch.facts import resolve_text
 
 BOUND_MS = 100.0

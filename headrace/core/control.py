@@ -33,8 +33,7 @@ from headrace.core.lifecycle import RETRY_S, ExecutorHost, ExecutorLifecycle
 from headrace.core.output_processor import OutputBuffer
 from headrace.core.reports import Document, EngineView
 from headrace.core.request import Request
-from headrace.core.request_index import RequestIndex
-from headrace.core.service_state import PauseMode, ServiceState
+from headrace.core.service_state import PauseMode, RequestIndex, ServiceState
 from headrace.core.weights import check_state, order_of
 
 

@@ -53,13 +53,12 @@ from headrace.core.output_processor import (
 from headrace.core.ports import AdmissionHook, Executor, ExecutorSource, Pending, StatsSink
 from headrace.core.reports import hello_of, reason_of
 from headrace.core.request import Request, RequestState, RowTable
-from headrace.core.request_index import Deadlines, RequestIndex
-from headrace.core.scheduler.admission_hooks import AdmissionHooks
 from headrace.core.scheduler.choice import scheduler_of
 from headrace.core.scheduler.plan_builder import InFlightStep
+from headrace.core.scheduler.queue import AdmissionHooks
 from headrace.core.scheduler.scheduler import Scheduler
 from headrace.core.scheduler.speculation import speculation_of
-from headrace.core.service_state import Counters, PauseMode, ServiceState
+from headrace.core.service_state import Counters, Deadlines, PauseMode, RequestIndex, ServiceState
 from headrace.core.slots import rows_of
 from headrace.core.stall import StallWatch
 from headrace.core.weights import Weights, no_weights

@@ -11,7 +11,7 @@ from headrace.base.errors import Conflict, InvalidRequest, Unavailable, to_wire
 from headrace.base.wire.request import Call, Reply
 from headrace.core.output_processor import OutputBuffer
 from headrace.core.reports import EngineView
-from headrace.core.request_index import RequestIndex
+from headrace.core.service_state import RequestIndex
 
 
 class DrainedEngine(EngineView, Protocol):

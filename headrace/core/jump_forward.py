@@ -18,8 +18,8 @@ from headrace.base.errors import to_wire
 from headrace.base.wire.request import RowSampling
 from headrace.core.output_processor import End, OutputBuffer
 from headrace.core.request import Request, RequestState, RowTable
-from headrace.core.scheduler.admission_hooks import AdmissionHooks
 from headrace.core.scheduler.plan_builder import InFlightStep
+from headrace.core.scheduler.queue import AdmissionHooks
 from headrace.core.scheduler.scheduler import Scheduler
 
 LEAST = 2  # a single forced token comes out of the step in flight anyway

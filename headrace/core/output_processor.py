@@ -28,9 +28,8 @@ from headrace.core.kv.manager import KVManager
 from headrace.core.ports import Ends
 from headrace.core.repeats import REASON
 from headrace.core.request import TOKEN_BYTES, Bool, Int32, Request, RequestState, RowTable
-from headrace.core.scheduler.admission_hooks import AdmissionHooks
-from headrace.core.scheduler.plan_builder import InFlightStep
-from headrace.core.scheduler.speculation import Speculation
+from headrace.core.scheduler.plan_builder import InFlightStep, Speculation
+from headrace.core.scheduler.queue import AdmissionHooks
 from headrace.core.service_state import Counters
 
 

@@ -16,7 +16,7 @@ from headrace.core.admission import load_of
 from headrace.core.kv.manager import KVManager
 from headrace.core.ports import Executor
 from headrace.core.request import NOT_LOOKED_AT, Request, RowTable
-from headrace.core.scheduler.admission_hooks import AdmissionHooks
+from headrace.core.scheduler.queue import AdmissionHooks
 from headrace.core.scheduler.scheduler import Scheduler
 from headrace.core.service_state import STEP_TOKENS, Counters, ServiceState
 from headrace.core.stall import StallWatch

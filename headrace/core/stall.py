@@ -17,7 +17,7 @@ from typing import Protocol
 
 from headrace.base.errors import EngineError, WireError, to_wire
 from headrace.core.request import Request
-from headrace.core.scheduler.admission_hooks import AdmissionHooks
+from headrace.core.scheduler.queue import AdmissionHooks
 from headrace.core.scheduler.scheduler import Scheduler
 from headrace.core.service_state import Counters, ServiceState
 from headrace.core.weights import Weights

@@ -23,9 +23,9 @@ from headrace.base.config.tree import Options
 from headrace.base.wire.request import EngineRequest
 from headrace.front.client.engine import AsyncLLM
 from headrace.front.client.limits import Limits
-from headrace.front.server.app import make_app
 from headrace.front.server.conversation.tracing import Tracer
 from headrace.front.server.services import services_over
+from headrace.front.server.table import make_app
 from headrace.launch.facts import resolve_options
 from tests.api.lines import LineCounter, Lines, more
 from tests.front.client.scripted_core import Follow, ScriptedCore, spell

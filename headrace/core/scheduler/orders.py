@@ -17,7 +17,8 @@ from headrace.base.wire.request import EngineRequest
 from headrace.base.wire.retention import ROUTING_KEY
 from headrace.core.ports import AdmissionHook, AdmissionVerdict, none_computed
 from headrace.core.request import Request
-from headrace.core.scheduler.queue import FairQueue, Key, OrderedQueue, Queue, key_of
+from headrace.core.scheduler.fair_queue import FairQueue
+from headrace.core.scheduler.queue import Key, OrderedQueue, Queue, key_of
 
 SORTED = 128
 MAX_OVERTAKEN = 64

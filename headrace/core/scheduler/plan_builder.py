@@ -1,4 +1,5 @@
-"""Builds the plan of one step from rows and block updates, and the core's record of that step.
+"""Builds the plan of one step from rows and block updates, and the core's record of that step; and
+who is asked for the drafts of its rows (`Speculation`).
 
 A preemption may take a row that the builder already holds; each entry therefore remembers the
 row's epoch, and entries of rows that have another owner since are left out at the end.
@@ -6,13 +7,14 @@ row's epoch, and entries of rows that have another owner since are left out at t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from headrace.base.wire.step import RowFeed, RowStart, StepPlan
+from headrace.base.wire.step import RowFeed, RowStart, StepPlan, StepResult
 from headrace.core.kv.manager import BlockColumns
 from headrace.core.request import Request, RowTable
 
@@ -215,3 +217,103 @@ class StepPlanBuilder:
             return columns[0] if columns else (_NONE, _NONE, _NONE, _NONE)
         rows, updates, index, block = (np.concatenate(p) for p in zip(*columns, strict=True))
         return rows, updates, index, block
+
+
+class DraftStats:
+    """Totals since start. A draft is what was proposed for a row in a step, of some tokens;
+    `per_position[i]`: how often its i-th token stood."""
+
+    def __init__(self, max_drafts: int) -> None:
+        self.num_drafts = 0
+        self.num_draft_tokens = 0
+        self.num_accepted_tokens = 0
+        self.per_position = np.zeros(max_drafts, np.int64)
+
+    def add(self, drafted: Int32, accepted: Int32) -> None:
+        """A step's rows that had drafts proposed."""
+        self.num_drafts += int(np.count_nonzero(drafted))
+        self.num_draft_tokens += int(drafted.sum())
+        self.num_accepted_tokens += int(accepted.sum())
+        self.per_position += (accepted[:, None] > np.arange(len(self.per_position))).sum(axis=0)
+
+
+class Speculation(Protocol):
+    """Decides on drafts, and learns what became of them."""
+
+    @property
+    def stats(self) -> DraftStats:
+        """What was drafted so far."""
+        ...
+
+    def watch(self, waiting: Sized) -> None:
+        """The requests that wait."""
+        ...
+
+    def start(self, row: int, request: Request) -> None:
+        """A request takes a row."""
+        ...
+
+    def lacking_blocks(self, crossing: Intp) -> Intp:
+        """Of rows whose next token begins a block, those that do not have that block yet."""
+        ...
+
+    def add_drafts(self, builder: StepPlanBuilder) -> None:
+        """Gives the rows of a step their drafts, last of all."""
+        ...
+
+    def proposed_drafts(self, in_flight: InFlightStep, live: Bool) -> Sequence[Int32]:
+        """Of each of these rows of the oldest step in flight, the drafts that it verifies at most,
+        as far as the workers have told them."""
+        ...
+
+    def give_up(self, in_flight: InFlightStep, void: Bool) -> None:
+        """What the step brings of these rows does not count: nothing is promised of them."""
+        ...
+
+    def positions(self, in_flight: InFlightStep) -> Int32:
+        """The position of the first token that each row of a step has sampled; every step before it
+        is in."""
+        ...
+
+    def settle(self, in_flight: InFlightStep, result: StepResult, live: Bool) -> None:
+        """A result is in: what was promised beyond it is taken back from rows still `live`."""
+        ...
+
+
+class NoSpeculation:
+    """Nothing is drafted."""
+
+    def __init__(self) -> None:
+        self._stats = DraftStats(0)
+
+    @property
+    def stats(self) -> DraftStats:
+        """See Speculation."""
+        return self._stats
+
+    def watch(self, waiting: Sized) -> None:
+        """Whoever waits."""
+
+    def start(self, row: int, request: Request) -> None:
+        """Nothing to remember."""
+
+    def lacking_blocks(self, crossing: Intp) -> Intp:
+        """All of them: blocks are taken one by one."""
+        return crossing
+
+    def add_drafts(self, builder: StepPlanBuilder) -> None:
+        """None."""
+
+    def proposed_drafts(self, in_flight: InFlightStep, live: Bool) -> Sequence[Int32]:
+        """None."""
+        return [_NONE] * int(live.sum())
+
+    def give_up(self, in_flight: InFlightStep, void: Bool) -> None:
+        """Nothing was promised."""
+
+    def positions(self, in_flight: InFlightStep) -> Int32:
+        """Those that were planned."""
+        return in_flight.position
+
+    def settle(self, in_flight: InFlightStep, result: StepResult, live: Bool) -> None:
+        """Nothing was promised."""

@@ -2,32 +2,43 @@
 
 A request that is tried and cannot run stays where it is, so that any subset may be skipped in any
 step and the order of the rest is kept. A request that comes back after a preemption takes the place
-its key gives it. The policy says the key (a smaller one goes first), and whether tenants have
-queues of their own that share the tokens.
+its key gives it. The policy says the key (a smaller one goes first); queues of another kind:
+fair_queue.py, orders.py.
 
-That is deficit round robin, weighted, with the rounds computed at once: every tenant's debt grows
-by tokens / weight for what is spent on it, prompts when they start and each token it decodes. The
-tenant deepest below the others is tried first, as deficit round robin does with a quantum of one
-token. A tenant that comes back from idleness starts at the level of the others: credit is not
-hoarded, debt is not forgiven while anything of it runs. Within a tenant: by key, that is as
-they are due.
+And the optional conditions on running one of them, together (`AdmissionHooks`): a hook that raises
+ends the request, not the loop.
 """
 
 from __future__ import annotations
 
-import heapq
+import logging
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from headrace.base.errors import HeadraceError, InvalidRequest, Unsupported, from_wire, to_wire
 from headrace.base.wire.load import order_s
+from headrace.base.wire.request import EngineRequest
+from headrace.base.wire.retention import RETENTION, ROUTING_KEY
+from headrace.base.wire.transfer import TRANSFER_HOOK
+from headrace.core.ports import AdmissionHook, Ends, none_computed
 from headrace.core.request import Request
 
 _key = attrgetter("key")
+_log = logging.getLogger(__name__)
+_ABSENT = {
+    TRANSFER_HOOK: (
+        "kv_transfer_params",
+        "the KV of this server's prompts passes to no other: start it with --kv-transfer-path FOLDER",
+    ),
+    RETENTION: (RETENTION, "this server keeps no priorities of KV: start it with --kv-retention"),
+    ROUTING_KEY: (ROUTING_KEY, "this server orders its queue otherwise: --policy routing-key"),
+}
+"""By hook, the field of a request that wants it and why it is not there."""
 
 
 class Queue(Protocol):
@@ -137,154 +148,6 @@ class OrderedQueue:
         """See Queue."""
 
 
-class _Tenant:
-    __slots__ = ("num_running", "slot", "waiting")
-
-    def __init__(self, slot: int) -> None:
-        self.slot = slot
-        self.waiting = OrderedQueue()
-        self.num_running = 0
-
-
-class FairQueue:
-    """Waiting requests by tenant; see Queue. `debt` [slot] is in tokens per unit of weight. Where
-    adapters share, `sharer_of` gives a request's instead of its tenant.
-    A tenant's weight is that of the server's configuration, else that of its newest request."""
-
-    def __init__(
-        self,
-        num_rows: int,
-        weights: Mapping[str, float],
-        sharer_of: Callable[[Request], str] = attrgetter("wire.tenant"),
-    ) -> None:
-        self._weights = weights
-        self._sharer_of = sharer_of
-        self.num_tokens = 0
-        self._count = 0
-        self._tenants: dict[str, _Tenant] = {}
-        self._free_slots: list[int] = []
-        self._debt = np.zeros(8)
-        self._per_token = np.zeros(8)
-        self._slot_of_row = np.zeros(num_rows, np.intp)
-        self._level = 0.0
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __iter__(self) -> Iterator[Request]:
-        for tenant in self._tenants.values():
-            yield from tenant.waiting
-
-    def debt(self, tenant: str) -> float:
-        """What has been spent on an active tenant, in tokens per unit of weight."""
-        return float(self._debt[self._tenants[tenant].slot])
-
-    def push(self, request: Request) -> None:
-        """See Queue."""
-        name = self._sharer_of(request)
-        tenant = self._tenants.get(name) or self._admit(name)
-        if not tenant.waiting:
-            self._raise_level()
-            self._debt[tenant.slot] = max(self._debt[tenant.slot], self._level)
-        self._per_token[tenant.slot] = 1.0 / self._weights.get(name, request.wire.weight)
-        tenant.waiting.push(request)
-        self._count += 1
-        self.num_tokens += request.num_tokens
-
-    def remove(self, request: Request) -> None:
-        """See Queue."""
-        name = self._sharer_of(request)
-        self._tenants[name].waiting.remove(request)
-        self._count -= 1
-        self.num_tokens -= request.num_tokens
-        self._forget_if_idle(name)
-
-    def scan(self) -> Iterator[Request]:
-        """See Queue."""
-        heap = [
-            (float(self._debt[tenant.slot]), tenant.slot, 0, tenant)
-            for tenant in self._tenants.values()
-            if tenant.waiting
-        ]
-        heapq.heapify(heap)
-        while heap:
-            _, slot, index, tenant = heapq.heappop(heap)
-            items = tenant.waiting
-            request = items.at(index)
-            yield request
-            if index < len(items) and items.at(index) is request:
-                index += 1
-            if index < len(items):
-                heapq.heappush(heap, (float(self._debt[slot]), slot, index, tenant))
-
-    def position(self, request: Request) -> int:
-        """See Queue."""
-        return self._tenants[self._sharer_of(request)].waiting.position(request)
-
-    def ahead(self, request: Request) -> int:
-        """See Queue: between two requests of a tenant each other one has its turn."""
-        num_others = sum(
-            len(tenant.waiting) > 0
-            for name, tenant in self._tenants.items()
-            if name != self._sharer_of(request)
-        )
-        tenant = self._tenants.get(self._sharer_of(request))
-        own = tenant.waiting.position(request) if tenant else 0
-        return min(self._count, own + (own + 1) * num_others)
-
-    def quantiles(self, count: int) -> list[Request]:
-        """See Queue."""
-        return []
-
-    def started(self, request: Request) -> None:
-        """See Queue. A prompt is paid for once, not again when it is recomputed."""
-        tenant = self._tenants[self._sharer_of(request)]
-        tenant.num_running += 1
-        self._slot_of_row[request.row] = tenant.slot
-        self._level = max(self._level, float(self._debt[tenant.slot]))
-        if request.num_preemptions == 0:
-            computed = request.num_tokens - request.num_cached
-            self._debt[tenant.slot] += computed * self._per_token[tenant.slot]
-
-    def ended(self, request: Request) -> None:
-        """See Queue."""
-        name = self._sharer_of(request)
-        self._tenants[name].num_running -= 1
-        self._forget_if_idle(name)
-
-    def charge(self, rows: npt.NDArray[np.intp]) -> None:
-        """See Queue."""
-        counts = np.bincount(self._slot_of_row[rows], minlength=len(self._debt))
-        self._debt += counts * self._per_token
-
-    def _admit(self, name: str) -> _Tenant:
-        if not self._free_slots:
-            first = len(self._tenants)
-            if first == len(self._debt):
-                self._debt = np.concatenate([self._debt, np.zeros(first)])
-                self._per_token = np.concatenate([self._per_token, np.zeros(first)])
-            self._free_slots = list(range(len(self._debt) - 1, first - 1, -1))
-        tenant = self._tenants[name] = _Tenant(self._free_slots.pop())
-        self._debt[tenant.slot] = 0.0
-        self._per_token[tenant.slot] = 1.0
-        return tenant
-
-    def _raise_level(self) -> None:
-        active = [
-            float(self._debt[tenant.slot])
-            for tenant in self._tenants.values()
-            if tenant.waiting or tenant.num_running
-        ]
-        if active:
-            self._level = max(self._level, min(active))
-
-    def _forget_if_idle(self, name: str) -> None:
-        tenant = self._tenants[name]
-        if not tenant.waiting and not tenant.num_running:
-            del self._tenants[name]
-            self._free_slots.append(tenant.slot)
-
-
 Key = Callable[[Request], tuple[int, ...]]
 
 
@@ -310,3 +173,143 @@ _KEYS: dict[str, Key] = {"priority": by_priority, "lof": by_output}
 def key_of(policy: str) -> Key:
     """The order of running requests, and of the queue where it has no other (orders.py)."""
     return _KEYS.get(policy, by_due_time)
+
+
+class AdmissionHooks:
+    """All hooks of a core, asked in order."""
+
+    def __init__(self, hooks: Sequence[AdmissionHook]) -> None:
+        self._hooks = tuple(hooks)
+        self._failed: Ends = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._hooks)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of all hooks."""
+        return tuple(hook.name for hook in self._hooks)
+
+    def admit(self, request: EngineRequest) -> None:
+        """Lets every hook see a new request. Raises if one says never (those that had admitted it
+        are told its end)."""
+        unknown = sorted(request.hook_payloads.keys() - {hook.name for hook in self._hooks})
+        if unknown:
+            if unknown[0] in _ABSENT:
+                field, why = _ABSENT[unknown[0]]
+                raise Unsupported(f"{field}: {why}", field=field)
+            raise InvalidRequest(
+                f"this engine has no {unknown[0]!r}", field=f"hook_payloads.{unknown[0]}"
+            )
+        for index, hook in enumerate(self._hooks):
+            try:
+                verdict = hook.admit(request)
+                if verdict.answer == "never":
+                    raise InvalidRequest(verdict.reason)
+            except Exception:
+                for admitted in self._hooks[:index]:
+                    admitted.finish(request.id)
+                raise
+
+    def refusal(
+        self, request_id: int, computed: Callable[[], int] = none_computed
+    ) -> tuple[str | None, HeadraceError | None]:
+        """Why the request may not run now (None: it may), and the error if it may never."""
+        for hook in self._hooks:
+            try:
+                verdict = hook.ready(request_id, computed)
+            except Exception as error:
+                return f"{hook.name}: failed", _as_ours(error)
+            if verdict.answer != "yes":
+                never = InvalidRequest(verdict.reason) if verdict.answer == "never" else None
+                return f"{hook.name}: {verdict.reason}", never
+        return None, None
+
+    def payloads(self, request_ids: list[int]) -> dict[str, bytes]:
+        """What the workers need for a step, by hook."""
+        payloads = {hook.name: hook.payload(request_ids) for hook in self._hooks}
+        return {name: payload for name, payload in payloads.items() if payload is not None}
+
+    def deferring(self, request_ids: list[int]) -> tuple[str, ...]:
+        """The hooks whose deferred payload a step with these requests must wait for."""
+        return tuple(hook.name for hook in self._hooks if hook.defers(request_ids))
+
+    def deferred_payloads(
+        self,
+        names: tuple[str, ...],
+        rows: npt.NDArray[np.int32],
+        request_ids: list[int],
+        drafts: Sequence[npt.NDArray[np.int32]],
+    ) -> dict[str, memoryview]:
+        """The deferred payloads of these hooks. Where one raises, the requests that it defers end
+        with their next token."""
+        payloads: dict[str, memoryview] = {}
+        for hook in self._hooks:
+            if hook.name not in names:
+                continue
+            try:
+                payloads[hook.name] = hook.deferred_payload(rows, request_ids, drafts)
+            except Exception as error:
+                self._failed |= self._end_deferred(hook, request_ids, error)
+        return payloads
+
+    def _end_deferred(self, hook: AdmissionHook, request_ids: list[int], error: Exception) -> Ends:
+        """The requests of a step that a hook looks after end, as it failed over one of them."""
+        _log.error("hook %s failed in a step", hook.name, exc_info=error)
+        return {i: _as_ours(error) for i in request_ids if hook.defers([i])}
+
+    def follow_drafts(self, request: EngineRequest) -> bool:
+        """Whether all hooks that look after the request follow drafts."""
+        payloads = request.hook_payloads
+        return all(hook.follows_drafts for hook in self._hooks if hook.name in payloads)
+
+    def forced(self) -> dict[int, list[int]]:
+        """See AdmissionHook; one hook at most forces."""
+        forced: dict[int, list[int]] = {}
+        for hook in self._hooks:
+            forced |= hook.forced()
+        return forced
+
+    def accept_tokens(self, request_ids: list[int], tokens: list[int]) -> Ends:
+        """Tells every hook the new tokens; the requests that end with theirs."""
+        ends: Ends = {}
+        for hook in self._hooks:
+            try:
+                ends |= hook.accept_tokens(request_ids, tokens)
+            except Exception as error:
+                ends |= self._end_deferred(hook, request_ids, error)
+        if self._failed:
+            ends |= {i: self._failed.pop(i) for i in request_ids if i in self._failed}
+        return ends
+
+    def renew(self) -> None:
+        """Tells every hook that other workers have taken over."""
+        for hook in self._hooks:
+            hook.renew()
+
+    def renew_content(self) -> None:
+        """Tells every hook that the workers' weights are others."""
+        for hook in self._hooks:
+            hook.renew_content()
+
+    @property
+    def num_held(self) -> int:
+        """Requests that hooks keep something for; 0 at rest."""
+        return sum(hook.num_held for hook in self._hooks)
+
+    def figures(self) -> dict[str, int]:
+        """What all hooks have counted."""
+        return {name: number for hook in self._hooks for name, number in hook.figures().items()}
+
+    def finish(self, request_id: int) -> None:
+        """The request has ended; every hook is told, even if one of them fails."""
+        self._failed.pop(request_id, None)
+        for hook in self._hooks:
+            try:
+                hook.finish(request_id)
+            except Exception:
+                _log.exception("hook %s failed at the end of a request", hook.name)
+
+
+def _as_ours(error: Exception) -> HeadraceError:
+    return error if isinstance(error, HeadraceError) else from_wire(to_wire(error))

@@ -24,15 +24,14 @@ from headrace.base.errors import HeadraceError
 from headrace.base.wire.step import RowFeed, RowStart, StepPlan
 from headrace.core.kv.manager import KVManager
 from headrace.core.request import Request, RequestState, RowTable
-from headrace.core.scheduler.admission_hooks import AdmissionHooks
 from headrace.core.scheduler.budget import (
     PartialPrefillLimits,
     PrefillBudgetModel,
     StepBudget,
 )
 from headrace.core.scheduler.orders import order_of
-from headrace.core.scheduler.plan_builder import InFlightStep, StepPlanBuilder
-from headrace.core.scheduler.speculation import Speculation
+from headrace.core.scheduler.plan_builder import InFlightStep, Speculation, StepPlanBuilder
+from headrace.core.scheduler.queue import AdmissionHooks
 from headrace.core.service_state import ServiceState
 
 MAX_LOOKS = 64  # waiting requests tried in one step: bounds the host's work when the pool is full

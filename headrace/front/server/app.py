@@ -1,33 +1,53 @@
-"""The HTTP application: the shell every context passes through on its way to a route (table.py).
+"""The HTTP application: the shell every context passes through on its way to a route, and the kinds
+of routes that the table (table.py) has.
 
 The shell makes the request id, decides who may pass, refuses new work while draining, turns
 whatever goes wrong into a clean answer, and counts. It is raw ASGI: nothing else sees a request
-before it."""
+before it. A route with a JSON body reads it under its limits and runs its handler beside a watch on
+the connection; the watch ends the work when the client leaves."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import math
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
-from starlette.requests import ClientDisconnect
-from starlette.routing import Router
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headrace.base.errors import InvalidRequest, OverloadError, RateLimited, Unavailable
 from headrace.base.telemetry.metrics import template_of
-from headrace.front.server.administration.api import AdminAuthenticator, api_authenticator
-from headrace.front.server.conversation.context import SCOPE_KEY, RequestContext, Services
-from headrace.front.server.http.auth import ID_HEADERS, UNIX, client_label, request_id
-from headrace.front.server.http.failures import ENDS, Failure, failure_of
-from headrace.front.server.http.sse import CONNECTION_KEY, NO_CONNECTION, ClientGone, SlowReader
+from headrace.front.server.administration import api as admin
+from headrace.front.server.administration import named
+from headrace.front.server.anthropic.failures import SHAPE as ANTHROPIC
+from headrace.front.server.cohere.failures import SHAPE as COHERE
+from headrace.front.server.conversation.context import (
+    SCOPE_KEY,
+    RequestContext,
+    Services,
+    context_of,
+    json_response,
+)
+from headrace.front.server.http.auth import ID_HEADERS, PROBES, client_label, request_id
+from headrace.front.server.http.failures import ENDS, ErrorFormat, Failure, failure_of
+from headrace.front.server.http.limits import read_json
+from headrace.front.server.http.sse import (
+    CONNECTION_KEY,
+    NO_CONNECTION,
+    ClientGone,
+    SlowReader,
+    until_gone,
+)
 from headrace.front.server.native.load_header import FORMAT_HEADER, load_header
-from headrace.front.server.openai import realtime
-from headrace.front.server.responses import websocket
-from headrace.front.server.sockets import Session, SocketShell
-from headrace.front.server.table import PUBLIC, admin_routes, shape_of, table
+from headrace.front.server.ollama.failures import SHAPE as OLLAMA
+from headrace.front.server.openapi import ApiRoute
+from headrace.front.server.sockets import SocketShell
+from headrace.front.server.webui.pages import PAGES
 
 DRAIN_RETRY_S = 5.0
 DISCARD_S = 2.0
@@ -36,30 +56,12 @@ TIMING_HEADER = b"x-headrace-timing"
 a stream."""
 TIMEOUT_HEADER = "x-request-timeout-s"
 MAX_TIMEOUT_S = 86400
+PUBLIC = PROBES | PAGES.keys()
+"""Paths that need no key."""
+Reader = Callable[[RequestContext, Request], Awaitable[Response]]
+Writer = Callable[[RequestContext, Any], Any]
+Changer = Callable[[RequestContext, Request, Any], Awaitable[Response]]
 log = logging.getLogger(__name__)
-
-
-def make_app(services: Services) -> ASGIApp:
-    """The application over `services`."""
-    authenticator = api_authenticator(services.server, services.keys, public=PUBLIC)
-    sessions: dict[str, Session] = {
-        "/v1/responses": websocket.serve,
-        "/v1/realtime": realtime.serve,
-    }
-    sockets = SocketShell(services, authenticator, sessions)
-    return Shell(services, Router(table(), redirect_slashes=False), authenticator, sockets)
-
-
-def make_admin_app(services: Services) -> ASGIApp:
-    """The admin API over `services`; it answers while the server drains too."""
-    spec = services.server
-    authenticator = AdminAuthenticator(
-        spec.admin_key_digest,
-        readonly=spec.admin_readonly,
-        socket_file=(spec.admin_listen or "").startswith(UNIX),
-    )
-    router = Router(admin_routes(), redirect_slashes=False)
-    return Shell(services, router, authenticator, None)
 
 
 class Authenticator(Protocol):
@@ -150,6 +152,22 @@ class Shell:
         elif self.services.ready:
             reason = "queue_full"
         self.services.metrics.add("headrace_rejections_total", reason=reason)
+
+
+def shape_of(scope: Scope) -> ErrorFormat:
+    """The shape of errors that the client of this context reads."""
+    path = scope["path"]
+    if path.startswith("/v1/messages"):
+        return ANTHROPIC
+    if path in ("/v2/chat", "/v1/tokenize", "/v1/detokenize"):
+        return COHERE
+    if path.startswith("/api/") and path not in PUBLIC:
+        return OLLAMA
+    named = any(name == b"anthropic-version" for name, _ in scope["headers"])
+    if named and path.startswith("/v1/models"):
+        return ANTHROPIC
+    context: RequestContext = scope[SCOPE_KEY]
+    return context.services.errors
 
 
 def _below(root: str, scope: Scope) -> Scope:
@@ -254,3 +272,114 @@ class _Wire:
                     pass
         except TimeoutError:
             pass
+
+
+def reads(path: str, handler: Reader, *methods: str) -> ApiRoute:
+    """A route without a body."""
+
+    async def endpoint(request: Request) -> Response:
+        context = context_of(request)
+        work = handler(context, request)
+        return await until_gone(request.receive, _awaited(work), abandon=context.services.abandon)
+
+    return ApiRoute(path, endpoint, methods=methods or ("GET",), doc=handler.__doc__ or "")
+
+
+def uploads(path: str, handler: Reader) -> ApiRoute:
+    """A route whose handler reads the body itself."""
+
+    async def endpoint(request: Request) -> Response:
+        return await handler(context_of(request), request)
+
+    return ApiRoute(path, endpoint, methods=("POST",), doc=handler.__doc__ or "")
+
+
+def posts(
+    path: str,
+    handler: Writer,
+    *bodies: type[msgspec.Struct],
+    sockets: bool = False,
+    queued: bool = False,
+) -> ApiRoute:
+    """A route with a JSON body: read under its limits first, then handled until done or the client
+    leaves. `queued`: it needs the engine and a place in its queue, and is refused by its headers
+    while that is full."""
+
+    async def chosen(context: RequestContext, document: Any) -> Any:
+        if context.services.models is not None:
+            await context.choose_model(document, runs=queued)
+        return await handler(context, document)
+
+    chosen.__doc__ = handler.__doc__
+    return posts_named(path, chosen, *bodies, sockets=sockets, queued=queued)
+
+
+def posts_named(
+    path: str,
+    handler: Writer,
+    *bodies: type[msgspec.Struct],
+    sockets: bool = False,
+    queued: bool = False,
+    method: str = "POST",
+) -> ApiRoute:
+    """As `posts`, of a handler that chooses its model itself."""
+
+    async def endpoint(request: Request) -> Response:
+        context = context_of(request)
+        if queued:
+            context.services.engine.check_queue(context.deadline_s(None))
+        document = await _document(request, context)
+        work = handler(context, document)
+        return await until_gone(request.receive, work, abandon=context.services.abandon)
+
+    doc = handler.__doc__ or ""
+    return ApiRoute(path, endpoint, methods=(method,), doc=doc, bodies=bodies, sockets=sockets)
+
+
+def administers(route: named.NamedRoute) -> ApiRoute:
+    """A route of an operation: its fields stand in the query, the path, or a JSON body."""
+    operation = route.operation
+
+    async def endpoint(request: Request) -> Response:
+        context = context_of(request)
+        headers = request.headers
+        is_empty = headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers
+        body: object = {} if is_empty else await _document(request, context)
+        fields = admin.fields_of(request, body, route.reads, route.fixed)
+        work = admin.answer(context, operation, fields)
+        document = await until_gone(request.receive, work, abandon=context.services.abandon)
+        # A health check by status: what it tells of a dead engine is no success.
+        status = 503 if document.get("status") == "unavailable" else 200
+        return json_response(route.answer(document), status=status)
+
+    return ApiRoute(
+        route.path,
+        endpoint,
+        methods=route.methods or (operation.method,),
+        doc=operation.doc,
+        bodies=(route.reads,) if route.has_body and route.reads.__struct_fields__ else (),
+        query=None if route.has_body else route.reads,
+        defaults=route.fixed,
+    )
+
+
+async def _document(request: Request, context: RequestContext) -> object:
+    """The JSON body, read under the server's limits."""
+    services = context.services
+    length = request.headers.get("content-length", "0")
+    context.body_bytes = int(length) if length.isdecimal() else 0
+    return await read_json(request, services.server, context.make_room, services.body_checks)
+
+
+def posts_to(path: str, handler: Changer, *bodies: type[msgspec.Struct]) -> ApiRoute:
+    """A route with a JSON body for the thing that its path names."""
+
+    async def endpoint(request: Request) -> Response:
+        context = context_of(request)
+        return await handler(context, request, await _document(request, context))
+
+    return ApiRoute(path, endpoint, methods=("POST",), doc=handler.__doc__ or "", bodies=bodies)
+
+
+async def _awaited(work: Awaitable[Response]) -> Response:
+    return await work

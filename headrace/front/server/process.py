@@ -29,7 +29,6 @@ from headrace.base.config.resolved import Decision
 from headrace.base.errors import HeadraceError, StartError
 from headrace.base.gc_pause import OldGeneration
 from headrace.base.telemetry import log as logs
-from headrace.front.server.app import make_admin_app, make_app
 from headrace.front.server.batches.runner import BatchRunner
 from headrace.front.server.conversation.context import Services
 from headrace.front.server.http.event_loop import watch_event_loop
@@ -40,6 +39,7 @@ from headrace.front.server.http.tls import ServerCertificates
 from headrace.front.server.native.health import stand_in_probes
 from headrace.front.server.services import Engine, make_services, open_stores
 from headrace.front.server.state.sealing import Sealer, secret_in
+from headrace.front.server.table import make_admin_app, make_app
 from headrace.launch.api_process import ApiSpec, send_heartbeats
 from headrace.launch.topology import DRAIN_SIGNAL, Report, report, tie_to_parent
 

@@ -14,11 +14,11 @@ from collections.abc import Callable, Sequence
 from headrace.base.config.resolved import ServerSpec, TextSpec
 from headrace.base.errors import NotServed
 from headrace.front.client.events import Events, Generation
-from headrace.front.server.app import make_app
 from headrace.front.server.conversation.context import Services
 from headrace.front.server.http.tls import ServerCertificates
 from headrace.front.server.process import http_server
 from headrace.front.server.services import services_over
+from headrace.front.server.table import make_app
 from headrace.front.text.tokenizer_files import load_tokenizer
 
 _WHY = "this server renders and tokenizes; it runs no model"

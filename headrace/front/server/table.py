@@ -1,6 +1,8 @@
-"""The table of routes: which path leads to which handler, and what a handler takes.
+"""The table of routes: which path leads to which handler, and what a handler takes; and the
+applications over it.
 
-What kinds of rows there are: route_kinds.py. The OpenAPI document is made from this table."""
+What kinds of rows there are, and what a request passes through on its way to one: app.py. The
+OpenAPI document is made from this table."""
 
 from __future__ import annotations
 
@@ -8,33 +10,45 @@ from collections.abc import Awaitable
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Scope
+from starlette.routing import Router
+from starlette.types import ASGIApp
 
 from headrace.front.server import invocations, openapi
 from headrace.front.server.administration import api as admin
 from headrace.front.server.administration import named, slots
+from headrace.front.server.administration.api import AdminAuthenticator, api_authenticator
 from headrace.front.server.administration.operations import OPERATIONS, PREFIX
 from headrace.front.server.anthropic import routes as anthropic
 from headrace.front.server.anthropic.failures import SHAPE as ANTHROPIC
 from headrace.front.server.anthropic.schema import CountTokensRequest, MessagesRequest
+from headrace.front.server.app import (
+    PUBLIC,
+    Reader,
+    Shell,
+    administers,
+    posts,
+    posts_named,
+    posts_to,
+    reads,
+    shape_of,
+    uploads,
+)
 from headrace.front.server.batches import messages as message_batches
 from headrace.front.server.batches import routes as batches
 from headrace.front.server.cohere import routes as cohere
 from headrace.front.server.cohere import tokens as cohere_tokens
-from headrace.front.server.cohere.failures import SHAPE as COHERE
 from headrace.front.server.cohere.schema import CohereChatRequest
 from headrace.front.server.conversation.context import (
-    SCOPE_KEY,
     LineRoute,
     RequestContext,
+    Services,
 )
 from headrace.front.server.conversation.generation import GenerateRequest
 from headrace.front.server.conversation.prompts import TokenizeRequest
 from headrace.front.server.conversation.request import ChatRequest, CompletionRequest
 from headrace.front.server.decisions import routes as decisions
 from headrace.front.server.decisions.schema import DecisionsRequest, SystemOneRequest
-from headrace.front.server.http.auth import PROBES
-from headrace.front.server.http.failures import ErrorFormat
+from headrace.front.server.http.auth import UNIX
 from headrace.front.server.native import health, infill, llama_cpp, requests, tokenize
 from headrace.front.server.native.tokenize import DetokenizeRequest, TokenizeChatRequest
 from headrace.front.server.ollama import changes as ollama_changes
@@ -42,7 +56,6 @@ from headrace.front.server.ollama import models as ollama_models
 from headrace.front.server.ollama import pull as ollama_pull
 from headrace.front.server.ollama import routes as ollama
 from headrace.front.server.ollama import schema as ollama_schema
-from headrace.front.server.ollama.failures import SHAPE as OLLAMA
 from headrace.front.server.openai import (
     audio,
     batch,
@@ -50,6 +63,7 @@ from headrace.front.server.openai import (
     completions,
     generate,
     models,
+    realtime,
     render,
     stored_chats,
 )
@@ -67,7 +81,7 @@ from headrace.front.server.pooling.schema import (
     RerankRequest,
     ScoreRequest,
 )
-from headrace.front.server.responses import compact, conversations
+from headrace.front.server.responses import compact, conversations, websocket
 from headrace.front.server.responses import routes as responses
 from headrace.front.server.responses.schema import (
     ConversationRequest,
@@ -76,20 +90,32 @@ from headrace.front.server.responses.schema import (
     MetadataRequest,
     ResponsesRequest,
 )
-from headrace.front.server.route_kinds import (
-    Reader,
-    administers,
-    posts,
-    posts_named,
-    posts_to,
-    reads,
-    uploads,
-)
+from headrace.front.server.sockets import Session, SocketShell
 from headrace.front.server.webui import routes as webui
 from headrace.front.server.webui.pages import PAGES
 
-PUBLIC = PROBES | PAGES.keys()
-"""Paths that need no key."""
+
+def make_app(services: Services) -> ASGIApp:
+    """The application over `services`."""
+    authenticator = api_authenticator(services.server, services.keys, public=PUBLIC)
+    sessions: dict[str, Session] = {
+        "/v1/responses": websocket.serve,
+        "/v1/realtime": realtime.serve,
+    }
+    sockets = SocketShell(services, authenticator, sessions)
+    return Shell(services, Router(table(), redirect_slashes=False), authenticator, sockets)
+
+
+def make_admin_app(services: Services) -> ASGIApp:
+    """The admin API over `services`; it answers while the server drains too."""
+    spec = services.server
+    authenticator = AdminAuthenticator(
+        spec.admin_key_digest,
+        readonly=spec.admin_readonly,
+        socket_file=(spec.admin_listen or "").startswith(UNIX),
+    )
+    router = Router(admin_routes(), redirect_slashes=False)
+    return Shell(services, router, authenticator, None)
 
 
 def table() -> list[ApiRoute]:
@@ -325,19 +351,3 @@ def _by_dialect(openai: Reader, anthropic: Reader) -> Reader:
 
     handler.__doc__ = openai.__doc__
     return handler
-
-
-def shape_of(scope: Scope) -> ErrorFormat:
-    """The shape of errors that the client of this context reads."""
-    path = scope["path"]
-    if path.startswith("/v1/messages"):
-        return ANTHROPIC
-    if path in ("/v2/chat", "/v1/tokenize", "/v1/detokenize"):
-        return COHERE
-    if path.startswith("/api/") and path not in PUBLIC:
-        return OLLAMA
-    named = any(name == b"anthropic-version" for name, _ in scope["headers"])
-    if named and path.startswith("/v1/models"):
-        return ANTHROPIC
-    context: RequestContext = scope[SCOPE_KEY]
-    return context.services.errors

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from headrace.back.kernels.fused_linear.native import KERNEL, bind_with
 from headrace.back.kernels.fused_linear.op import OP, FusedLinearProblem, bind_reference
+from headrace.back.kernels.linear.native import GATED_KERNEL, bind_gated
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -39,7 +39,7 @@ def exact(asked, weight, x):
 def test_is_near_the_exact_result(library, dtype, rows, results, inputs):
     asked = problem(dtype, results, inputs)
     weight, x = weight_for(asked), values(rows, inputs + 4, dtype=dtype)[:, 1 : inputs + 1]
-    out, expected = bind_with(library, asked, weight)(x, None), exact(asked, weight, x)
+    out, expected = bind_gated(library, asked, weight)(x, None), exact(asked, weight, x)
     assert out.dtype == dtype and out.shape == (rows, results)
     assert (out.float() - expected).abs().max() <= BOUND[dtype] * expected.abs().max()
 
@@ -48,7 +48,7 @@ def test_is_near_the_exact_result(library, dtype, rows, results, inputs):
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu", "relu2"])
 def test_a_row_does_not_depend_on_the_rows_beside_it_nor_on_the_threads(library, dtype, activation):
     asked = problem(dtype, 320, 96, activation)
-    fused, x = bind_with(library, asked, weight_for(asked)), values(200, 96, dtype=dtype)
+    fused, x = bind_gated(library, asked, weight_for(asked)), values(200, 96, dtype=dtype)
     together = fused(x)
     library.set_threads(1)
     for rows in (1, 2, 3, 8, 15, 17, 31, 64, 65):
@@ -59,17 +59,17 @@ def test_a_row_does_not_depend_on_the_rows_beside_it_nor_on_the_threads(library,
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_self_check_accepts_it(newest, dtype):
     asked = problem(dtype, 3072, 1024)
-    assert OP.error(KERNEL, asked) <= OP.tolerance(asked)
+    assert OP.error(GATED_KERNEL, asked) <= OP.tolerance(asked)
 
 
 def test_no_rows_give_no_rows(newest):
     asked = problem(torch.float32, 16, 8)
-    assert bind_with(newest, asked, weight_for(asked))(torch.ones(0, 8)).shape == (0, 16)
+    assert bind_gated(newest, asked, weight_for(asked))(torch.ones(0, 8)).shape == (0, 16)
 
 
 def test_what_it_cannot_do_is_refused_with_the_reason(newest):
-    assert "multiples of 16" in KERNEL.supports(problem(torch.float32, 24, 64))
+    assert "multiples of 16" in GATED_KERNEL.supports(problem(torch.float32, 24, 64))
     for more in ({"bias": True}, {"eps": 1e-6}, {"add": True}):
-        assert "neither norms" in KERNEL.supports(problem(torch.float32, 32, 64, **more))
-    assert "gates by" in KERNEL.supports(problem(torch.float32, 32, 64, None))
-    assert "float64" in KERNEL.supports(problem(torch.float64, 32, 64))
+        assert "neither norms" in GATED_KERNEL.supports(problem(torch.float32, 32, 64, **more))
+    assert "gates by" in GATED_KERNEL.supports(problem(torch.float32, 32, 64, None))
+    assert "float64" in GATED_KERNEL.supports(problem(torch.float64, 32, 64))

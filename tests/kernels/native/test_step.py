@@ -19,22 +19,20 @@ from headrace.back.kernels.op import Kernel
 from headrace.back.kernels.qk_rope_write import native as qk_rope_write
 from headrace.back.kernels.qk_rope_write.op import OP as QK_ROPE_WRITE
 from headrace.back.kernels.qk_rope_write.op import QKRopeWriteProblem
-from headrace.back.kernels.step_commit import native as step_commit
 from headrace.back.kernels.step_commit.op import OP as STEP_COMMIT
-from headrace.back.kernels.step_inputs import native as step_inputs
+from headrace.back.kernels.step_inputs.native import bind_commit, bind_inputs, bind_verify
 from headrace.back.kernels.step_inputs.op import HEADER, GroupBlocks, StepInputsProblem
 from headrace.back.kernels.step_inputs.op import OP as STEP_INPUTS
-from headrace.back.kernels.step_verify import native as step_verify
 from headrace.back.kernels.step_verify.op import OP as STEP_VERIFY
 
 DTYPES = [torch.float32, torch.bfloat16]
 
 
-def kernel_of(library, module):
+def kernel_of(library, bind):
     return Kernel(
         name="native",
         supports=lambda problem: None,
-        bind=lambda problem, *weights: module.bind_with(library, problem, *weights),
+        bind=lambda problem, *weights: bind(library, problem, *weights),
     )
 
 
@@ -44,7 +42,7 @@ def test_step_inputs_are_as_defined(library, block_tokens, speculates):
     problem = StepInputsProblem(
         device="cpu", block_tokens=block_tokens, max_rows=9, speculates=speculates
     )
-    assert STEP_INPUTS.error(kernel_of(library, step_inputs), problem) == 0
+    assert STEP_INPUTS.error(kernel_of(library, bind_inputs), problem) == 0
 
 
 @pytest.mark.parametrize("speculates", [False, True])
@@ -59,9 +57,9 @@ def test_groups_of_unequal_blocks_and_cross_caches_have_slots_and_lengths_of_the
     problem = StepInputsProblem(
         device="cpu", block_tokens=16, max_rows=9, speculates=speculates, groups=groups
     )
-    assert STEP_INPUTS.error(kernel_of(library, step_inputs), problem) == 0
+    assert STEP_INPUTS.error(kernel_of(library, bind_inputs), problem) == 0
     words, tables, out = STEP_INPUTS.sample(problem).arguments
-    step_inputs.bind_with(library, problem)(words, tables, out)
+    bind_inputs(library, problem)(words, tables, out)
     newest = 17 if speculates else 18
     assert out.lengths_GR.tolist() == [
         [1, newest, 37, 0, 0], [20, 0, 35, 0, 0], [1, newest, 37, 0, 0]
@@ -75,23 +73,23 @@ def test_groups_of_unequal_blocks_and_cross_caches_have_slots_and_lengths_of_the
     tables.cross_M[7] = 49
     wide = replace(problem, groups=(*groups[:2], GroupBlocks(tokens=16, span=49)))
     with pytest.raises(NativeError):  # more than its table holds
-        step_inputs.bind_with(library, wide)(words, tables, out)
+        bind_inputs(library, wide)(words, tables, out)
 
 
 @pytest.mark.parametrize("speculates", [False, True])
 def test_step_commit_is_as_defined(library, speculates):
     problem = StepInputsProblem(device="cpu", block_tokens=16, max_rows=9, speculates=speculates)
-    assert STEP_COMMIT.error(kernel_of(library, step_commit), problem) == 0
+    assert STEP_COMMIT.error(kernel_of(library, bind_commit), problem) == 0
 
 
 def test_step_verify_is_as_defined(library):
     problem = StepInputsProblem(device="cpu", block_tokens=16, max_rows=9, speculates=True)
-    assert STEP_VERIFY.error(kernel_of(library, step_verify), problem) == 0
+    assert STEP_VERIFY.error(kernel_of(library, bind_verify), problem) == 0
 
 
 def test_logit_masks_are_as_defined(library):
     problem = LogitMasksProblem(device="cpu")
-    assert LOGIT_MASKS.error(kernel_of(library, logit_masks), problem) == 0
+    assert LOGIT_MASKS.error(kernel_of(library, logit_masks.bind_with), problem) == 0
 
 
 def test_rules_that_name_no_token_are_refused(library):
@@ -106,7 +104,7 @@ def test_rules_that_name_no_token_are_refused(library):
 @pytest.mark.parametrize("min_match, max_match", [(1, 1), (1, 4), (2, 3), (3, 8)])
 def test_ngram_drafts_are_as_defined(library, min_match, max_match):
     problem = NgramDraftProblem(device="cpu", min_match=min_match, max_match=max_match)
-    assert NGRAM_DRAFT.error(kernel_of(library, ngram_draft), problem) == 0
+    assert NGRAM_DRAFT.error(kernel_of(library, ngram_draft.bind_with), problem) == 0
 
 
 @pytest.mark.parametrize("word, value", [(0, 6), (1, 13), (3, 5), (HEADER, -1), (HEADER + 18, 900)])
@@ -116,7 +114,7 @@ def test_a_message_that_makes_no_sense_is_refused(library, word, value):
     words, tables, out = sample.arguments
     words[word] = value
     with pytest.raises(NativeError):
-        step_inputs.bind_with(library, sample.problem)(words, tables, out)
+        bind_inputs(library, sample.problem)(words, tables, out)
     assert (out.token_ids_T == -1).all()
 
 
@@ -125,7 +123,7 @@ def test_an_update_outside_the_tables_is_refused(library):
     words, tables, out = sample.arguments
     words[sample.problem.updates_at] = tables.blocks_GMB.numel()
     with pytest.raises(NativeError):
-        step_inputs.bind_with(library, sample.problem)(words, tables, out)
+        bind_inputs(library, sample.problem)(words, tables, out)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -140,14 +138,14 @@ def test_qk_rope_write_is_as_defined(
         device="cpu", dtype=dtype, heads=heads, kv_heads=kv_heads, head_dim=head_dim, block_tokens=16,
         rotary_dim=rotary, layout=layout, eps=eps,
     )  # fmt: skip
-    error = QK_ROPE_WRITE.error(kernel_of(library, qk_rope_write), problem)
+    error = QK_ROPE_WRITE.error(kernel_of(library, qk_rope_write.bind_with), problem)
     assert error <= QK_ROPE_WRITE.tolerance(problem), error
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_lookup_copies_rows_and_refuses_others(library, dtype):
     problem = EmbeddingProblem(device="cpu", dtype=dtype, rows=50, width=37)
-    assert EMBEDDING.error(kernel_of(library, embedding), problem) == 0
+    assert EMBEDDING.error(kernel_of(library, embedding.bind_with), problem) == 0
     lookup = embedding.bind_with(library, problem, torch.ones(50, 37, dtype=dtype))
     for id in (-1, 50):
         with pytest.raises(NativeError):

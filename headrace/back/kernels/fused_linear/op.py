@@ -61,7 +61,7 @@ OP: Op[FusedLinearProblem] = Op(
         name="separate ops", supports=lambda problem: None, bind=bind_reference, invariant=True
     ),
     kernels=(
-        "headrace.back.kernels.fused_linear.native:KERNEL",
+        "headrace.back.kernels.linear.native:GATED_KERNEL",
         "headrace.back.kernels.fused_linear.triton_fused_linear:KERNEL",
         "headrace.back.kernels.fused_linear.triton_fixed:KERNEL",
     ),

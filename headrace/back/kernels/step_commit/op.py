@@ -97,7 +97,7 @@ OP: Op[StepInputsProblem] = Op(
     reference=Kernel(name="torch", supports=lambda problem: None, bind=bind_reference),
     kernels=(
         "headrace.back.kernels.step_commit.triton_commit:KERNEL",
-        "headrace.back.kernels.step_commit.native:KERNEL",
+        "headrace.back.kernels.step_inputs.native:COMMIT",
     ),
     sample=_sample,
     tolerance=lambda problem: 0.0,

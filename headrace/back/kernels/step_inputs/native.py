@@ -1,5 +1,6 @@
-"""The inputs of a step by the native kernel: one call for what takes some thirty operations of
-torch."""
+"""The native kernels of a step's rows: its inputs, in one call for what takes some thirty
+operations of torch; and behind it which drafts stand, and picked tokens into the rows and the
+ring."""
 
 from __future__ import annotations
 
@@ -10,19 +11,23 @@ import torch
 
 from headrace.back.kernels.native.library import INT64, POINTER, NativeLibrary, loaded, unsupported
 from headrace.back.kernels.op import Kernel
+from headrace.back.kernels.step_commit.op import StepCommit
 from headrace.back.kernels.step_inputs.op import (
     StepInputs,
     StepInputsProblem,
     StepOut,
     StepTables,
 )
+from headrace.back.kernels.step_verify.op import StepVerify
 
-_ARGUMENTS = (*(POINTER,) * 13, *(INT64,) * 7)
+_INPUTS = (*(POINTER,) * 13, *(INT64,) * 7)
+_VERIFY = (*(POINTER,) * 7, *(INT64,) * 5)
+_COMMIT = (*(POINTER,) * 6, *(INT64,) * 5)
 
 
-def bind_with(library: NativeLibrary, problem: StepInputsProblem) -> StepInputs:
+def bind_inputs(library: NativeLibrary, problem: StepInputsProblem) -> StepInputs:
     """The kernel of one library."""
-    kernel = library.bind("step_inputs", *_ARGUMENTS)
+    kernel = library.bind("step_inputs", *_INPUTS)
     max_rows, sizes = problem.max_rows, _group_sizes(problem)
 
     def step_inputs(words: torch.Tensor, tables: StepTables, out: StepOut) -> None:
@@ -59,8 +64,63 @@ def _group_sizes(problem: StepInputsProblem) -> Callable[[int], torch.Tensor]:
     return sizes
 
 
-KERNEL = Kernel(
+def bind_verify(library: NativeLibrary, problem: StepInputsProblem) -> StepVerify:
+    """The kernel of one library."""
+    kernel = library.bind("step_verify", *_VERIFY)
+    max_rows = problem.max_rows
+
+    def step_verify(
+        words: torch.Tensor, token_T: torch.Tensor, value_T: torch.Tensor,
+        tables: StepTables, count_M: torch.Tensor, ring_SXW: torch.Tensor,
+    ) -> None:  # fmt: skip
+        tokens_MC, length_M = tables.tokens_MC, tables.length_M
+        assert length_M is not None and token_T.dtype == torch.int64, token_T.dtype
+        assert value_T.dtype == torch.float32 and value_T.shape == token_T.shape, value_T.shape
+        assert ring_SXW.shape[1] == 2 and ring_SXW.shape[2] >= token_T.shape[0], ring_SXW.shape
+        assert all(t.is_contiguous() for t in (token_T, value_T, tokens_MC, count_M, ring_SXW))
+        kernel(
+            words.data_ptr(), token_T.data_ptr(), value_T.data_ptr(), tokens_MC.data_ptr(),
+            length_M.data_ptr(), count_M.data_ptr(), ring_SXW.data_ptr(),
+            token_T.shape[0], max_rows, tokens_MC.shape[1], ring_SXW.shape[0], ring_SXW.shape[2],
+        )  # fmt: skip
+
+    return step_verify
+
+
+def bind_commit(library: NativeLibrary, problem: StepInputsProblem) -> StepCommit:
+    """The kernel of one library."""
+    kernel = library.bind("step_commit", *_COMMIT)
+    max_rows = problem.max_rows
+
+    def step_commit(
+        words: torch.Tensor, token_R: torch.Tensor, value_R: torch.Tensor,
+        tables: StepTables, ring_SXW: torch.Tensor,
+    ) -> None:  # fmt: skip
+        tokens_MC, length_M = tables.tokens_MC, tables.length_M
+        assert token_R.dtype == torch.int64 and value_R.dtype == torch.float32, token_R.dtype
+        assert ring_SXW.shape[1] == 2 and ring_SXW.shape[2] >= token_R.shape[0], ring_SXW.shape
+        assert all(t.is_contiguous() for t in (token_R, value_R, tokens_MC, ring_SXW))
+        kernel(
+            words.data_ptr(), token_R.data_ptr(), value_R.data_ptr(), tokens_MC.data_ptr(),
+            None if length_M is None else length_M.data_ptr(), ring_SXW.data_ptr(),
+            token_R.shape[0], max_rows, tokens_MC.shape[1], ring_SXW.shape[0], ring_SXW.shape[2],
+        )  # fmt: skip
+
+    return step_commit
+
+
+INPUTS = Kernel(
     name="native",
     supports=lambda problem: unsupported(problem.device, torch.float32),
-    bind=lambda problem: bind_with(loaded(), problem),
+    bind=lambda problem: bind_inputs(loaded(), problem),
+)
+VERIFY = Kernel(
+    name="native",
+    supports=lambda problem: unsupported(problem.device, torch.float32),
+    bind=lambda problem: bind_verify(loaded(), problem),
+)
+COMMIT = Kernel(
+    name="native",
+    supports=lambda problem: unsupported(problem.device, torch.float32),
+    bind=lambda problem: bind_commit(loaded(), problem),
 )

@@ -252,7 +252,7 @@ OP: Op[StepInputsProblem] = Op(
     reference=Kernel(name="torch", supports=lambda problem: None, bind=bind_reference),
     kernels=(
         "headrace.back.kernels.step_inputs.triton_step:KERNEL",
-        "headrace.back.kernels.step_inputs.native:KERNEL",
+        "headrace.back.kernels.step_inputs.native:INPUTS",
     ),
     sample=_sample,
     tolerance=lambda problem: 0.0,

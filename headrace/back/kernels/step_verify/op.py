@@ -122,7 +122,7 @@ OP: Op[StepInputsProblem] = Op(
     reference=Kernel(name="torch", supports=lambda problem: None, bind=bind_reference),
     kernels=(
         "headrace.back.kernels.step_verify.triton_verify:KERNEL",
-        "headrace.back.kernels.step_verify.native:KERNEL",
+        "headrace.back.kernels.step_inputs.native:VERIFY",
     ),
     sample=_sample,
     tolerance=lambda problem: 0.0,
