@@ -79,7 +79,10 @@ def save_oracle(config: Any, folder: Path, *, seed: int = 11) -> Any:
     return model
 
 
-PARTS = {"muse_glimmer_text": ("vision_tower", "vision_adapter", "vision_projection")}
+PARTS = {
+    "muse_glimmer_text": ("vision_tower", "vision_adapter", "vision_projection"),
+    "muse_spark_text": ("vision_tower", "vision_adapter", "vision_projection", "audio_tower"),
+}
 """What stands beside a text part that transformers has no class for alone, by the type of that part."""
 
 
@@ -90,7 +93,9 @@ def whole_of(config: Any) -> Any:
     kind = config.model_type
     named = getattr(transformers, type(config).__name__.replace("TextConfig", "Config"))
     model = getattr(transformers, f"{named.__name__.removesuffix('Config')}{WHOLE_ENDING}")
-    beside = {"out_hidden_size": 8, "projector_hidden_size": 8}
+    beside: dict[str, Any] = {"out_hidden_size": 8, "projector_hidden_size": 8}
+    if "audio_tower" in PARTS[kind]:
+        beside["audio_config"] = {**HEARS, "out_hidden_size": config.hidden_size}
     whole = named(text_config=config.to_dict(), vision_config=FEW, **beside)
     whole._attn_implementation = "eager"
     made = model(whole)
@@ -100,6 +105,7 @@ def whole_of(config: Any) -> Any:
 
 
 WHOLE_ENDING = "ForConditionalGeneration"
+HEARS = {"patch_sizes": [2], "hidden_sizes": [8], "depths": [1], "num_hidden_layers": 1}
 FEW = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 

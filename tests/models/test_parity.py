@@ -819,6 +819,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             **rope(),
         },
     ),
+    "muse-spark": (
+        "MuseSparkText",
+        {
+            **{"head_dim": 8, "sliding_window": 12, "num_hidden_layers": 5, "qk_scale_factor": 2.5},
+            **{"final_logit_softcapping": 3.0, "output_multiplier": 0.6, "post_norm_eps": 0.01},
+            **{"num_local_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24},
+            **{"moe_hidden_size": 32, "routed_scaling_factor": 1.3, "rms_norm_eps": 0.01},
+            **{"mlp_layer_types": ["dense", *["sparse"] * 4], **rope()},
+        },
+    ),
     "xlstm": ("xLSTM", {"hidden_size": 128, "num_heads": 4, "autocast_kernel_dtype": "float32"}),
     "hrm-text": ("HrmText", {"head_dim": 8, "num_hidden_layers": 2, "H_cycles": 2, "L_cycles": 2}),
     "zamba2": (

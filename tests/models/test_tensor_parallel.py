@@ -34,7 +34,7 @@ NAMES = (
     "opt", "codegen", "gpt-bigcode", "dbrx",
     "hy-v4", "minimax-m3", "deepseek-v4", "qwen4", "dots3-note", "jais2", "hyperclovax", "jetmoe",
     "zamba", "recurrent-gemma", "rwkv", "xlstm", "hrm-text", "modernbert-decoder",
-    "openai-gpt", "ctrl", "mllama", "opt-post", "inkling", "inkling-2",
+    "openai-gpt", "ctrl", "mllama", "opt-post", "inkling", "inkling-2", "beam", "muse-spark",
 )  # fmt: skip
 
 
@@ -53,6 +53,7 @@ TWO_ALONE = (
 )
 """Heads of several sizes or numbers, or of one that follows from the width, are not halved by a key."""
 ALIKE = (
+    "beam", "muse-spark",
     "qwen2", "jais2", "hyperclovax", "granite-moe", "granite-swa", "granite-hybrid-experts", "bamba", "glm-dsa",
     "nemotron-h-experts", "nemotron-h-latent-experts", "qwen3.5", "lfm2-moe", "lfm3", "gemma2", "olmo2", "phi",
     "falcon-alibi", "mimo-v2-flash", "zamba", "kolibri1",
@@ -127,6 +128,7 @@ MIXTURES = (
     "qwen2-moe", "gpt-oss", "deepseek-v3", "glm-dsa", "llama4", "granite-moe", "granite-hybrid-experts",
     "nemotron-h-experts", "nemotron-h-latent-experts", "dbrx", "gemma4-experts", "minimax", "longcat-flash", "inkling",
     "deepseek-v4", "lfm2-moe", "afmoe", "laguna", "kimi-linear", "qwen3-next", "minimax-m3", "mimo-v2-flash",
+    "muse-spark",
 )  # fmt: skip
 
 

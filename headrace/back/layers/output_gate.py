@@ -21,12 +21,15 @@ class OutputGate:
     2025, "Gated attention for large language models"). `per_head`: one number a head, else one a
     value. `name`: the projection's module; None: the query's tensor holds it too, head by head its
     query and its gate. `act`: what takes the sigmoid's place, one of op gated_norm's. `bias`: the
-    tensor of a number for each head that is added to its gates; None: there is none."""
+    tensor of a number for each head that is added to its gates; None: there is none. `norm_eps`: of
+    a root mean square norm without weight of what each head gives, before the gate, of which there
+    is one for each value then; None: there is none."""
 
     name: str | None = None
     per_head: bool = False
     act: str = "sigmoid"
     bias: str | None = None
+    norm_eps: float | None = None
 
     def part(self, heads: int, values: int) -> Part:
         """The projection, in global sizes."""
@@ -48,7 +51,9 @@ class HeadsGate:
             device=scope.kind,
             dtype=scope.dtype,
             width=local_size(part, scope.mesh.tp) * values,
-            group=0,
+            group=0 if spec.norm_eps is None else values,
+            eps=spec.norm_eps or 0.0,
+            norm_first=spec.norm_eps is not None,
             gate=spec.act,
             spread=spread,
         )
@@ -61,8 +66,10 @@ class HeadsGate:
         scope.on_finish(self._finish)
 
     def _finish(self) -> None:
-        gated = self._scope.bind(GATED_NORM, self._problem, None)
-        self.gated = gated
+        weight_X = None
+        if self._problem.group:
+            weight_X = torch.ones(self._problem.width, device=self._scope.device)
+        gated = self.gated = self._scope.bind(GATED_NORM, self._problem, weight_X)
         if self._bias is None:
             return
         bias_X = self._bias.take().repeat_interleave(self._repeats)

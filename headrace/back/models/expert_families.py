@@ -16,6 +16,7 @@ EXPERTS: Mapping[str, str] = {
     "Mistral4ForCausalLM": "mistral4",
     "AfmoeForCausalLM": "afmoe",
     "BeamForCausalLM": "beam",
+    "MuseSparkForCausalLM": "muse_spark",
     "HYV3ForCausalLM": "hy_v3",
     "HYV4ForCausalLM": "hy_v4",
     "MiMoV2FlashForCausalLM": "mimo_v2_flash",

@@ -3,6 +3,8 @@ normed without weights, windows in three of four layers, and no rope in the four
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from headrace.back.layers.attention import AttentionSpec, QKNorm
 from headrace.back.layers.norm import RMS, RMS_NO_WEIGHT, RMS_UNIT_OFFSET, SANDWICH, NormSpec
 from headrace.back.layers.output_gate import OutputGate
@@ -11,6 +13,7 @@ from headrace.back.layers.scope import Scope
 from headrace.back.models.blocks import (
     Decoder,
     DecoderNames,
+    DecoderSizes,
     DecoderSpec,
     LayerSpec,
     plain_attention,
@@ -26,34 +29,14 @@ GATE = OutputGate(name="gate_proj")
 def build(scope: Scope, config: ConfigReader) -> Decoder:
     """MuseGlimmerForConditionalGeneration, its text part."""
     sizes = read_sizes(config, eps=1e-5)
-    windows = read_windows(
-        config,
-        sizes.layers,
-        window=config.int("sliding_window", 2048, ge=1),
-        sliding=lambda layer: (sizes.layers - 1 - layer) % 4 != 0,
-    )
     after = NormSpec(offset=1.0, eps=config.float("post_norm_eps", 1e-8, ge=0.0))
-    bias = config.bool("attention_bias", False)
-    rope = read_rope(
-        config, head_dim=sizes.head_dim, max_positions=scope.max_positions, default_theta=5e5
-    )
-    attention = plain_attention(sizes)
-    attention["scale"] = sizes.head_dim**-0.5 * config.float("qk_scale_factor", 3.87, ge=0.0)
     layers = tuple(
         LayerSpec(
-            mixer=AttentionSpec(
-                **attention,
-                rope=rope if turns else None,
-                window=window,
-                qkv_bias=bias,
-                out_bias=bias,
-                qk_norm=QKNorm(norm=RMS_NO_WEIGHT, eps=sizes.eps),
-                gate=GATE,
-            ),
+            mixer=attention,
             placement=SANDWICH,
             norms={SANDWICH.after_attention: after, SANDWICH.after_mlp: after},
         )
-        for window, turns in zip(windows, turning_layers(config, sizes.layers), strict=True)
+        for attention in glimmer_attentions(scope, config, sizes, qk_scale=3.87, gate=GATE)
     )
     return Decoder(
         scope,
@@ -68,6 +51,34 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
             names=NAMES,
         ),
     )
+
+
+def glimmer_attentions(
+    scope: Scope, config: ConfigReader, sizes: DecoderSizes, *, qk_scale: float, gate: OutputGate
+) -> Iterator[AttentionSpec]:
+    """That of each layer; `qk_scale`: of queries, unless the config says."""
+    windows = read_windows(
+        config,
+        sizes.layers,
+        window=config.int("sliding_window", 2048, ge=1),
+        sliding=lambda layer: (sizes.layers - 1 - layer) % 4 != 0,
+    )
+    bias = config.bool("attention_bias", False)
+    rope = read_rope(
+        config, head_dim=sizes.head_dim, max_positions=scope.max_positions, default_theta=5e5
+    )
+    attention = plain_attention(sizes)
+    attention["scale"] = sizes.head_dim**-0.5 * config.float("qk_scale_factor", qk_scale, ge=0.0)
+    for window, turns in zip(windows, turning_layers(config, sizes.layers), strict=True):
+        yield AttentionSpec(
+            **attention,
+            rope=rope if turns else None,
+            window=window,
+            qkv_bias=bias,
+            out_bias=bias,
+            qk_norm=QKNorm(norm=RMS_NO_WEIGHT, eps=sizes.eps),
+            gate=gate,
+        )
 
 
 def turning_layers(config: ConfigReader, layers: int) -> list[bool]:

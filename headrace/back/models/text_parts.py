@@ -47,6 +47,7 @@ TEXT_TYPES: Mapping[str, str] = {
     "gemma3n_text": "gemma3n",
     **{"gemma4_text": "gemma4", "gemma4_unified_text": "gemma4_unified"},
     **{"qwen4_exp_text": "qwen4", "muse_glimmer_text": "muse_glimmer"},
+    "muse_spark_text": "muse_spark",
     **{"inkling_text": "inkling", "inkling_model": "inkling", "inkling2_text": "inkling2"},
     "mllama_text_model": "mllama",
 }
@@ -60,6 +61,7 @@ BASES_WITHIN: Mapping[str, str] = {
     "Emu3ForConditionalGeneration": "model.text_model",
     "Qwen4ExpForConditionalGeneration": "model.language_model",
     "MuseGlimmerForConditionalGeneration": "model.language_model",
+    "MuseSparkForConditionalGeneration": "model.language_model",
     "InklingForConditionalGeneration": "model.llm",
     "Inkling2ForConditionalGeneration": "model.llm",
 }

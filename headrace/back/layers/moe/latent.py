@@ -1,6 +1,6 @@
 """Experts over a latent: a token is projected down, its experts compute there, and the sum is
 projected back; the router reads the token itself (Nemotron 3). There may be a norm before the way
-back (Kimi K3).
+back (Kimi K3), or behind the way down (Muse Spark).
 
 T tokens, E hidden size, L latent size.
 """
@@ -16,7 +16,7 @@ from headrace.back.layers.gemms import bind_linear
 from headrace.back.layers.linear import ColumnLinear
 from headrace.back.layers.mlp import FeedForwardPlace
 from headrace.back.layers.moe.mixture import Mixture, MixtureSpec
-from headrace.back.layers.norm import RMSNorm
+from headrace.back.layers.norm import NormSpec, RMSNorm
 from headrace.back.layers.scope import Scope, not_loaded
 from headrace.back.parallel.collectives import Partial
 from headrace.back.parallel.shard import Part
@@ -27,14 +27,16 @@ PROJECTIONS = ("fc1_latent_proj", "fc2_latent_proj")
 @dataclass(frozen=True, kw_only=True)
 class LatentMixtureSpec:
     """`latent`: L; `bias`: of the two projections, which lie in the mixture's module under these
-    `names`; `norm`: the name and the epsilon of a norm of the sum, before it is projected back. The
-    mixture has no shared experts."""
+    `names`; `norm`: the name and the epsilon of a norm of the sum, before it is projected back;
+    `first_norm`: the name and the kind of one of what goes into the experts. The mixture has no
+    shared experts."""
 
     mixture: MixtureSpec
     latent: int
     bias: bool = False
     names: tuple[str, str] = PROJECTIONS
     norm: tuple[str, float] | None = None
+    first_norm: tuple[str, NormSpec] | None = None
 
     def build(self, scope: Scope, place: FeedForwardPlace) -> LatentMixture:
         """See FeedForwardSpec."""
@@ -60,6 +62,10 @@ class LatentMixture:
         )
         down, up = spec.names
         self._down = ColumnLinear(at, width, (Part(down, spec.latent, 1),), bias=spec.bias)
+        self._first_norm = None
+        if spec.first_norm is not None:
+            name, kind = spec.first_norm
+            self._first_norm = kind.build(at / name, spec.latent, eps=0.0)
         self._norm: RMSNorm | None = None
         if spec.norm is not None:
             name, eps = spec.norm
@@ -72,7 +78,10 @@ class LatentMixture:
     def forward_into(self, x_TE: torch.Tensor, residual_TE: torch.Tensor) -> torch.Tensor | Partial:
         """y_TE, to be added to the residual."""
         axis = self._scope.mesh.tp
-        latent_TL = self._mixture.mixed(self._down.project(x_TE), x_TE)
+        latent_TL = self._down.project(x_TE)
+        if self._first_norm is not None:
+            latent_TL = self._first_norm.norm(latent_TL)
+        latent_TL = self._mixture.mixed(latent_TL, x_TE)
         if self._norm is not None:
             latent_TL = latent_TL if axis.size == 1 else Partial(latent_TL, axis).total()
             latent_TL = self._norm.norm(latent_TL)

@@ -18,6 +18,7 @@ from headrace.back.kernels.experts.op import ExpertsProblem
 from headrace.back.kernels.route.op import OP as ROUTE
 from headrace.back.kernels.route.op import RouteProblem
 from headrace.back.layers.adapter_shares import EXPERTS
+from headrace.back.layers.gated_residual import ScaledBefore, ScaledBeforeSpec
 from headrace.back.layers.gemms import bind_linear
 from headrace.back.layers.mlp import FeedForward, FeedForwardPlace
 from headrace.back.layers.moe.adapted import AdaptedExperts
@@ -28,54 +29,20 @@ from headrace.back.layers.moe.experts import (
     bind_own_experts,
     joined,
 )
+from headrace.back.layers.moe.router import RouterSpec, choice_bias
 from headrace.back.layers.moe.split import ExpertSizes, sizes_in
 from headrace.back.layers.moe.weights import ExpertLayout, LoadedExperts, SeparateExperts
 from headrace.back.layers.scope import Scope, not_loaded
 from headrace.back.parallel.collectives import Partial
-from headrace.back.parallel.param import Param, WeightPiece
+from headrace.back.parallel.param import WeightPiece
 from headrace.back.parallel.shard import local_size
 from headrace.base.config.resolved import Decision
 from headrace.base.errors import ConfigError
 
+__all__ = ["Mixture", "MixtureSpec", "RouterSpec", "SharedSpec"]
+
 SEPARATE = SeparateExperts()
 _PLAIN = Decision("model.experts", "auto", "not quantized", "no kernel takes their sizes")
-
-
-@dataclass(frozen=True, kw_only=True)
-class RouterSpec:
-    """How experts are chosen and weighed: see op `route`, whose words these are. `name`: the router
-    within the module, `weight`: its weight there, stored with inputs first if `transposed`;
-    `bias_name`: that of the bias that only chooses, a tensor of `bias_dims` dimensions, of which
-    only the last is not 1, and `bias_optional` if the checkpoint may lack it; `bias_row`: it is
-    this row of so many. `weighs_inputs`: the weights multiply what goes into the experts, not what
-    comes out (Llama 4). `expert_scale`: what each expert's results are multiplied with, a tensor of
-    the module. `softcap`: logits are bounded by it, c tanh(x / c); 0: they are not. `idle`: so many
-    experts, behind the others, give back what they get (LongCat-Flash), or nothing with
-    `idle_drops`."""
-
-    experts: int
-    top_k: int
-    score: str = "softmax"
-    renormalize: bool = False
-    softmax_chosen: bool = False
-    scale: float = 1.0
-    groups: int = 1
-    kept_groups: int = 1
-    group_score: str = "max"
-    name: str = "gate"
-    weight: str = "weight"
-    transposed: bool = False
-    bias_name: str | None = None
-    bias_row: tuple[int, int] | None = None
-    bias_dims: int = 1
-    bias_optional: bool = False
-    linear_bias: bool = False
-    weighs_inputs: bool = False
-    jitter: float = 0.0
-    expert_scale: str | None = None
-    softcap: float = 0.0
-    idle: int = 0
-    idle_drops: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,8 +61,9 @@ class SharedSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class MixtureSpec:
-    """A mixture as a layer's feed-forward. `inner`: of an expert; `name`: the module in the
-    layer."""
+    """A mixture as a layer's feed-forward. `inner`: of an expert; `name`: the module in the layer.
+    `slot_norm`: the name in the module and the kind of a norm of what each expert gives, before its
+    weight (Muse Spark)."""
 
     router: RouterSpec
     inner: int
@@ -104,6 +72,7 @@ class MixtureSpec:
     name: str = "mlp"
     activation: str | None = None
     clamp: float = 0.0
+    slot_norm: tuple[str, ScaledBeforeSpec] | None = None
 
     def build(self, scope: Scope, place: FeedForwardPlace) -> FeedForward:
         """See FeedForwardSpec; the place's `inner` is that of dense layers."""
@@ -143,7 +112,7 @@ class Mixture:
             if router.linear_bias
             else None
         )
-        self._choice_bias = _choice_bias(scope, router)
+        self._choice_bias = choice_bias(scope, router)
         count, mesh, ledger = router.experts - router.idle, scope.mesh, scope.ledger
         sizes = sizes_in(mesh, experts=count, width=width, inner=spec.inner)
         self._expert_scale = None
@@ -166,6 +135,11 @@ class Mixture:
             mlp = self._shared_experts(scope / shared.name, shared)
             sizes_of = (self._num_shared, width, self._shared_inner)
             self._shared = ExpertSet(scope, mlp, ledger.params[first:], sizes=sizes_of)
+        self._slot_norm = None
+        if spec.slot_norm is not None:
+            slot_norm, kind = spec.slot_norm
+            self._slot_norm = kind.build(scope / slot_norm, width)
+        self._by_slots = router.weighs_inputs or self._slot_norm is not None
         self._adapted = self._slots_of_experts(sizes)
         self._logits = self._route = self._experts = not_loaded
         if scope.makes_experts(params) and not self._routed.is_quantized:
@@ -192,6 +166,8 @@ class Mixture:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """expert_TK and weight_TK: see `mixed`."""
         logits_TG, cap = self._logits(routed_TE), self._spec.router.softcap
+        if self._spec.router.logit_scale != 1.0:
+            logits_TG = logits_TG.mul_(self._spec.router.logit_scale)
         if cap:
             logits_TG = logits_TG.div_(cap).tanh_().mul_(cap)
         if stated_TX is not None:
@@ -209,8 +185,8 @@ class Mixture:
         """This rank's share of what the chosen experts make of x."""
         if self._spec.router.idle:
             return self._beside_idle(x_TE, expert_TK, weight_TK)
-        if self._spec.router.weighs_inputs:
-            return self._of_weighed(x_TE, expert_TK, weight_TK)
+        if self._by_slots:
+            return self._of_slots(x_TE, expert_TK, weight_TK)
         return self._experts(x_TE, expert_TK, weight_TK)
 
     def _jointly(self, logits_TG: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -238,15 +214,28 @@ class Mixture:
         idle_T1 = (weight_TK - kept_TK).sum(1, keepdim=True)
         return y_TE + (x_TE.float() * idle_T1).to(y_TE.dtype)
 
-    def _of_weighed(
+    def _of_slots(
         self, x_TE: torch.Tensor, expert_TK: torch.Tensor, weight_TK: torch.Tensor
     ) -> torch.Tensor:
         """Each slot of a token is a row of its own."""
-        x_TKE = x_TE[:, None] * weight_TK[..., None].to(x_TE.dtype)
+        weight_TK1, x_T1E = weight_TK[..., None].to(x_TE.dtype), x_TE[:, None]
+        weighs = self._spec.router.weighs_inputs
+        x_TKE = x_T1E * weight_TK1 if weighs else x_T1E.expand(-1, weight_TK.shape[1], -1)
         expert_P1 = expert_TK.reshape(-1, 1)
         weight_P1 = weight_TK.new_ones(expert_P1.shape)
-        y_PE = self._experts(x_TKE.flatten(0, 1), expert_P1, weight_P1)
-        return y_PE.view(x_TKE.shape).sum(1)
+        y_PE = self._experts(x_TKE.flatten(0, 1).contiguous(), expert_P1, weight_P1)
+        if self._slot_norm is not None:
+            y_PE = self._normed(self._slot_norm, y_PE)
+        y_TKE = y_PE.view(x_TKE.shape)
+        return (y_TKE if weighs else y_TKE * weight_TK1).sum(1)
+
+    def _normed(self, norm: ScaledBefore, y_PE: torch.Tensor) -> torch.Tensor:
+        """Of the ranks' sum; one rank has the result, since the ranks' results are added up."""
+        axis = self._scope.mesh.tp
+        if axis.size == 1:
+            return norm.norm(y_PE)
+        y_PE = norm.norm(Partial(y_PE, axis).total())
+        return y_PE.zero_() if axis.rank else y_PE
 
     def _shared_experts(self, inside: Scope, shared: SharedSpec) -> LoadedExperts:
         if shared.layout is None:
@@ -303,8 +292,8 @@ class Mixture:
             shared_gate=self._is_gated,
             jitter=router.jitter,
         )
-        choice_bias = self._choice_bias.take_float().flatten() if self._choice_bias else None
-        self._route = scope.bind(ROUTE, problem, choice_bias)
+        chooses_X = self._choice_bias.take_float().flatten() if self._choice_bias else None
+        self._route = scope.bind(ROUTE, problem, chooses_X)
         if scope.host_experts is not None:
             scope.host_experts.bring(self._routed, without=scope.beside)
         routed = self._routed.take()
@@ -313,7 +302,7 @@ class Mixture:
             device=scope.kind,
             dtype=scope.dtype,
             experts=router.experts + self._num_shared,
-            slots=1 if router.weighs_inputs else problem.slots + self._num_joint,
+            slots=1 if self._by_slots else problem.slots + self._num_joint,
             width=self._width,
             inner=self._local.inner,
             activation=self._activation,
@@ -347,7 +336,7 @@ class Mixture:
                 "experts",
                 field=scope.mesh.ep.option,
             )
-        if router.weighs_inputs or router.expert_scale or router.idle or self._num_joint:
+        if self._by_slots or router.expert_scale or router.idle or self._num_joint:
             return None
         return slots.kept(
             lambda: AdaptedExperts(
@@ -363,21 +352,3 @@ class Mixture:
                 device=scope.device,
             )
         )
-
-
-def _choice_bias(scope: Scope, router: RouterSpec) -> Param | None:
-    """The bias that only chooses, or its row in a tensor of several routers' biases."""
-    if not router.bias_name:
-        return None
-    pieces = None
-    if router.bias_row is not None:
-        row, rows = router.bias_row
-        name, shape = scope.name(router.bias_name), (rows, router.experts)
-        pieces = (WeightPiece(name=name, shape=shape, rows=(row, 1)),)
-    return scope.param(
-        router.bias_name,
-        (*(1,) * (router.bias_dims - 1), router.experts),
-        pieces=pieces,
-        init="zeros",
-        optional=router.bias_optional,
-    )
