@@ -64,7 +64,7 @@ def check_request(request: EngineRequest, facts: WorkerFacts, kv: KVManager) -> 
     if request.sampling.capture_layers:
         _check_capture(request.sampling, length, facts)
     if request.media:
-        check_media(request, facts, num_prompt=num_prompt)
+        check_media(request, facts)
     return length
 
 

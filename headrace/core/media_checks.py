@@ -27,9 +27,12 @@ MAX_INPUTS = 4096
 MARK_AT_BYTES = 4
 
 
-def check_media(request: EngineRequest, facts: WorkerFacts, *, num_prompt: int) -> None:
+def check_media(request: EngineRequest, facts: WorkerFacts) -> None:
     """Refuses inputs of a kind, shape or size that the model does not take, or that do not stand
-    in order within the prompt; with the field, what was given and what is allowed."""
+    in order within the prompt, which an encoder may read; with the field, what was given and what
+    is allowed."""
+    prompt = request.encoder if facts.encoder_tokens else request.prompt
+    num_prompt = len(prompt) // TOKEN_BYTES
     forms = {form.kind: form for form in facts.media}
     if len(request.media) > MAX_INPUTS:
         raise _wrong("media", f"{len(request.media)} inputs, at most {MAX_INPUTS} are allowed")

@@ -42,14 +42,15 @@ def decoder_config(config: Mapping[str, Any]) -> dict[str, Any]:
     inside = config.get("decoder_config")
     within = inside if isinstance(inside, Mapping) else {}
     view = {"max_position_embeddings": MOST_POSITIONS, **within, **config}
-    if isinstance(config.get("decoder"), Mapping):
-        own = {key: value for key, value in config["decoder"].items() if value is not None}
+    decoder = config.get("decoder") or config.get("text_config")
+    if isinstance(decoder, Mapping):
+        own = {key: value for key, value in decoder.items() if value is not None}
         start = config.get("decoder_start_token_id")
         view |= {"decoder_start_token_id": own.get("bos_token_id"), **own}
         view |= {} if start is None else {"decoder_start_token_id": start}
         view["architectures"] = config.get("architectures")
     for key, names in DECODER_KEYS.items():
-        stated = next((config[name] for name in names if config.get(name) is not None), None)
+        stated = next((view[name] for name in names if view.get(name) is not None), None)
         if stated is not None:
             view[key] = stated
     return view

@@ -77,6 +77,7 @@ def _chat_template(options: Options, facts: ModelFacts) -> str | None:
         return (
             facts.chat_template
             or own_template
+            or (None if facts.media is None else facts.media.template)
             or _TEMPLATES.get(str(facts.config.get("model_type")))
         )
     try:

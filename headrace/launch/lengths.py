@@ -39,7 +39,9 @@ def tokens_of_blocks(options: Options, model: ModelFacts) -> int | None:
 
 def encoder_tokens(options: Options, model: ModelFacts, max_model_len: int) -> int:
     """The most that an encoder reads: what a stated length allows, else its own positions, if they
-    are more than its decoder's."""
+    are more than its decoder's, or those of an image if it reads nothing else."""
+    if model.media is not None and model.media.alone:
+        return model.encoder_tokens
     if model.encoder_tokens > model.max_model_len and not states_length(options):
         return model.encoder_tokens
     return min(model.encoder_tokens, max_model_len)

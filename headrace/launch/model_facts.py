@@ -138,7 +138,7 @@ def read_model_facts(located: LocatedModel, *, family: str = "auto") -> ModelFac
     stored = None if unread else safetensors_stored(located.path, config)
     facts = describe(located, config, generation, stored, family=family)
     whole = inside_vlm(config) if is_late_vision(config) else config
-    return msgspec.structs.replace(facts, media=read_media(located.path, whole))
+    return with_media(facts, read_media(located.path, whole))
 
 
 def _gguf_facts(located: LocatedModel, family: str) -> ModelFacts:
@@ -218,6 +218,13 @@ def describe(
         unattended_expansion=bool(modules and modules.unattended),
     )
     return with_encoder(facts, reader, generation, whole) if is_encoder_decoder(named) else facts
+
+
+def with_media(facts: ModelFacts, media: MediaSpec | None) -> ModelFacts:
+    """The facts of a model that takes these; an encoder that reads images alone reads one."""
+    if media is not None and media.alone:
+        facts = msgspec.structs.replace(facts, encoder_tokens=media.settings.rows_each)
+    return msgspec.structs.replace(facts, media=media)
 
 
 def _refuse_unreadable(form: str, family: str, config: dict[str, Any], where: str) -> None:

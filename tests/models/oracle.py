@@ -24,7 +24,7 @@ from headrace.back.parallel.mesh import Mesh
 from headrace.base.config.hf import ConfigReader
 from headrace.base.config.resolved import ModelSpec
 from headrace.front.media.processors.speech_families import read_speech
-from headrace.launch.encoder_decoder import spectrogram_of
+from headrace.launch.encoder_decoder import decoder_config, spectrogram_of
 
 BLOCK_TOKENS = 8
 
@@ -264,7 +264,7 @@ def model_spec(
         family=family_of(config),
         dtype=dtype,
         max_model_len=max_model_len,
-        logits_width=text_config({**(config.get("decoder") or {}), **config})["vocab_size"],
+        logits_width=text_config(decoder_config(config))["vocab_size"],
         eos_ids=(),
         config=config,
         encoder_tokens=encoder_tokens,

@@ -98,4 +98,4 @@ def test_what_does_not_fit_is_refused(
         media=(one,),
     )
     with pytest.raises(InvalidRequest, match=message):
-        check_media(request, engine.executor.facts, num_prompt=len(prompt))
+        check_media(request, engine.executor.facts)

@@ -196,7 +196,7 @@ class EncoderBatch:
     float32 [texts, bands, frames], of an encoder that reads these instead of tokens, of which
     there are as many as positions. sounds: float32 [frames of each], of one that reads these.
     recorded: runs what reads spectrograms in graphs by size (runner/encoder_graphs.py); None: there
-    are none.
+    are none. seen: rows of images that stand for some of the tokens.
     """
 
     token_ids_S: torch.Tensor
@@ -206,6 +206,7 @@ class EncoderBatch:
     spectrograms: torch.Tensor | None = None
     sounds: tuple[torch.Tensor, ...] = ()
     recorded: RecordedRun | None = None
+    seen: EncodedTokens | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

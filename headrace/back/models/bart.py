@@ -16,6 +16,7 @@ from headrace.back.layers.norm import LAYER
 from headrace.back.layers.positions import LearnedPositions, PositionsSpec
 from headrace.back.layers.scope import Scope
 from headrace.back.models.blocks import PLAIN_ACTIVATIONS, DecoderSizes
+from headrace.back.models.crossing_layer import plain_cross_layer
 from headrace.back.models.encoder import (
     EncoderLayer,
     EncoderSizes,
@@ -23,12 +24,7 @@ from headrace.back.models.encoder import (
     TokenLayer,
     WholeBranch,
 )
-from headrace.back.models.encoder_decoder import (
-    EncoderDecoder,
-    EncoderDecoderSpec,
-    StackSpec,
-    plain_cross_layer,
-)
+from headrace.back.models.encoder_decoder import EncoderDecoder, EncoderDecoderSpec, StackSpec
 from headrace.base.config.hf import ConfigReader
 
 EPS = 1e-5

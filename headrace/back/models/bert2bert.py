@@ -21,6 +21,7 @@ from headrace.back.layers.positions import Positions
 from headrace.back.layers.scope import Scope, not_loaded
 from headrace.back.models.bert import BERT
 from headrace.back.models.blocks import DecoderSizes
+from headrace.back.models.crossing_layer import CrossLayerSpec
 from headrace.back.models.encoder import (
     EncoderLayer,
     EncoderSizes,
@@ -28,7 +29,6 @@ from headrace.back.models.encoder import (
     read_encoder_sizes,
 )
 from headrace.back.models.encoder_decoder import (
-    CrossLayerSpec,
     EncoderDecoder,
     EncoderDecoderSpec,
     ReadSpec,

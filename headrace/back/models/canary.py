@@ -11,12 +11,8 @@ from headrace.back.layers.norm import LAYER
 from headrace.back.layers.positions import LearnedPositions, PositionsSpec, SinusoidalPositions
 from headrace.back.layers.scope import Scope
 from headrace.back.models.blocks import PLAIN_ACTIVATIONS, DecoderSizes
-from headrace.back.models.encoder_decoder import (
-    EncoderDecoder,
-    EncoderDecoderSpec,
-    StackSpec,
-    plain_cross_layer,
-)
+from headrace.back.models.crossing_layer import plain_cross_layer
+from headrace.back.models.encoder_decoder import EncoderDecoder, EncoderDecoderSpec, StackSpec
 from headrace.back.models.frame_source import FrameSource
 from headrace.back.models.parakeet import conformer_spec
 from headrace.base.config.hf import ConfigReader

@@ -16,19 +16,15 @@ from typing import Protocol
 
 import torch
 
-from headrace.back.attention.forms import CacheForm
 from headrace.back.attention.plan import Batch, EncoderBatch
 from headrace.back.kernels.upload import held
-from headrace.back.layers.attention import AttentionSpec
-from headrace.back.layers.attention_names import AttentionNames
-from headrace.back.layers.cross_attention import CrossAttentionSpec
 from headrace.back.layers.embedding import TokenEmbedding
 from headrace.back.layers.logits import LogitsHead, TopOf
-from headrace.back.layers.mlp import FeedForwardPlace, FeedForwardSpec
 from headrace.back.layers.norm import NormSpec
 from headrace.back.layers.positions import PositionsSpec
-from headrace.back.layers.residual import BlockNorm, Branch, add_norm, total
+from headrace.back.layers.residual import BlockNorm, add_norm
 from headrace.back.layers.scope import Scope
+from headrace.back.layers.vision.encoder import MediaEncoder
 from headrace.back.models.crossing_layer import CrossingLayerSpec
 from headrace.back.models.decoder_layer import DecoderSizes, Stream
 from headrace.back.models.encoder import TokenLayer, TokenNorm
@@ -55,121 +51,6 @@ class EncoderSource(Protocol):
 
     def read(self, spectrograms: torch.Tensor) -> torch.Tensor:
         """See the class."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class CrossLayerSpec:
-    """One decoder layer: attention, cross-attention, feed-forward. `norms` name those of the three
-    branches. `post`: each stands behind the sum of its branch and the residual, which then is what
-    it gives; else before its branch, and those that `behind` names between its branch and the
-    sum."""
-
-    attention: AttentionSpec
-    cross: CrossAttentionSpec
-    feed_forward: FeedForwardSpec
-    norms: tuple[str, str, str]
-    post: bool
-    behind: tuple[str, str, str] | None = None
-
-    def build(self, scope: Scope, cache: int, sizes: DecoderSizes, norm: NormSpec) -> CrossLayer:
-        """See crossing_layer.CrossingLayerSpec."""
-        return CrossLayer(scope, cache, self, sizes, norm)
-
-
-def plain_cross_layer(
-    scope: Scope,
-    sizes: DecoderSizes,
-    *,
-    bias: bool,
-    cross: tuple[str, str, str, str, str],
-    feed_forward: FeedForwardSpec,
-    norms: tuple[str, str, str],
-    post: bool = False,
-) -> CrossLayerSpec:
-    """A layer whose heads of both attentions are the same and are not rotated. `cross` names the
-    cross-attention and its four linear layers; those of self_attn have these names too."""
-    heads = {
-        "width": sizes.width,
-        "heads": sizes.heads,
-        "head_dim": sizes.head_dim,
-        "scale": sizes.head_dim**-0.5,
-    }
-    return CrossLayerSpec(
-        attention=AttentionSpec(
-            **heads,
-            kv_heads=sizes.heads,
-            rope=None,
-            qkv_bias=bias,
-            out_bias=bias,
-            names=AttentionNames(module="self_attn", out=cross[-1]),
-        ),
-        cross=CrossAttentionSpec(
-            **heads, source=sizes.width, span=scope.encoder_tokens, bias=bias, names=cross
-        ),
-        feed_forward=feed_forward,
-        norms=norms,
-        post=post,
-    )
-
-
-class CrossLayer:
-    """A CrossLayerSpec on this rank; its caches are `cache` and the one behind it."""
-
-    def __init__(
-        self, scope: Scope, cache: int, spec: CrossLayerSpec, sizes: DecoderSizes, norm: NormSpec
-    ) -> None:
-        self._post = spec.post
-        self._norms, self._behind = (
-            [norm.build(scope / name, sizes.width, eps=sizes.eps) for name in names or ()]
-            for names in (spec.norms, spec.behind)
-        )
-        adds = not spec.post and spec.behind is None
-        self._attention = spec.attention.build(scope, cache, adds=adds)
-        self.cross = spec.cross.build(scope, cache + 1)
-        place = FeedForwardPlace(
-            width=sizes.width, inner=sizes.inner, activation=sizes.activation, adds=adds
-        )
-        self._feed_forward = spec.feed_forward.build(scope, place)
-        self.kv_forms: tuple[CacheForm, ...] = (*self._attention.kv_forms, self.cross.kv_form)
-
-    def forward(self, stream: Stream, batch: Batch, *, last: bool) -> Stream:
-        """Adds the branch of the layer before to the residual, in place, and leaves its own, to be
-        added by whoever comes next; with `post` norms all is added already."""
-        branch_TE, residual_TE = stream
-        x_TE = residual_TE
-        if not self._post or branch_TE is not None:
-            x_TE = add_norm(self._norms[0], branch_TE, residual_TE)
-        if self._post:  # of embeddings and positions only the sum was wanted, in one native call
-            x_TE = residual_TE
-        after = batch.last_token_batch if last else None
-        at_N = None if after is None else batch.logits_at_N
-        handed = self._attention.queries(x_TE, batch, at_N)
-        if after is not None and at_N is not None:
-            residual_TE, batch = residual_TE.index_select(0, at_N), after
-        branch_TE = self._attention.attend_into(handed, residual_TE, batch)
-        x_TE, residual_TE = self._next(0, branch_TE, residual_TE)
-        branch_TE = self.cross.attend_into(x_TE, residual_TE, batch)
-        x_TE, residual_TE = self._next(1, branch_TE, residual_TE)
-        branch_TE = self._normed(2, self._feed_forward.forward_into(x_TE, residual_TE))
-        if not self._post:
-            return branch_TE, residual_TE
-        return None, add_norm(self._norms[2], branch_TE, residual_TE)
-
-    def _next(
-        self, branch: int, branch_TE: Branch, residual_TE: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the branch after `branch` reads, and the residual that it is added to."""
-        norm = self._norms[branch if self._post else branch + 1]
-        x_TE = add_norm(norm, self._normed(branch, branch_TE), residual_TE)
-        return x_TE, x_TE if self._post else residual_TE
-
-    def _normed(self, branch: int, branch_TE: Branch) -> Branch:
-        """What a branch gives, behind the norm that is its own."""
-        if not self._behind:
-            return branch_TE
-        branch_TE = total(branch_TE)
-        assert branch_TE is not None, "a branch with a norm behind it does not add"
-        return self._behind[branch].norm(branch_TE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,9 +85,11 @@ class EncoderDecoderSpec:
     as [V]. `source` makes what turns spectrograms into what the encoder's layers read, from its
     scope and the width; `hears` likewise what turns sounds of any length; without either that are
     tokens. `between`: makes what stands between the halves, from the scope of both. `reads`: the
-    encoder has sizes, and below its stack an embedding, of its own;
-    `logits_softcap`: bounds the logits; `before_head`: makes what stands between the decoder's
-    last layer and the head, from the scope of both."""
+    encoder has sizes, and below its stack an embedding, of its own; `apart`: a vector below
+    `shared` that is the embedding of a token, unscaled, and not the head's; `media`: makes rows of
+    images that stand for some of the encoder's tokens, or with `only_seen` for all of them: then
+    there is no embedding of these; `logits_softcap`: bounds the logits; `before_head`: makes what
+    stands between the decoder's last layer and the head, from the scope of both."""
 
     sizes: DecoderSizes
     encoder_layers: int
@@ -227,6 +110,9 @@ class EncoderDecoderSpec:
     head_bias: str | None = None
     logits_softcap: float | None = None
     reads: ReadSpec | None = None
+    apart: tuple[str, int] | None = None
+    media: MediaEncoder | None = None
+    only_seen: bool = False
     before_head: Callable[[Scope], TokenNorm] | None = None
     ignored: tuple[str, ...] = ()
 
@@ -235,11 +121,11 @@ class EncoderDecoder:
     """An encoder-decoder on this rank: `back/models/protocol.py: LoadableModel`."""
 
     generates = True
-    media = None
     adapters = None
 
     def __init__(self, scope: Scope, spec: EncoderDecoderSpec) -> None:
         sizes, inside = spec.sizes, scope / spec.prefix if spec.prefix else scope
+        self.media, self._only_seen = spec.media, spec.only_seen
         self.logits_width = sizes.vocabulary
         self.attention_heads = 0 if spec.source is None else sizes.heads
         reads = spec.source is None and spec.hears is None
@@ -255,6 +141,7 @@ class EncoderDecoder:
             scale=spec.embedding_scale,
             tied=spec.head is None,
         )
+        self._apart = spec.apart and VectorApart(inside / spec.shared, *spec.apart, sizes.width)
         encoder, decoder = inside / spec.encoder.stack, inside / spec.decoder.stack
         self._read_embedding = self._embedding
         if spec.reads is not None:
@@ -306,9 +193,10 @@ class EncoderDecoder:
         """See CausalModel. The encoder reads what has come with the batch first."""
         for inputs in batch.encoder:
             self._encode(inputs, batch)
-        stream = self._decoder_ends.begin(
-            self._embedding.lookup(batch.token_ids_T), batch.positions_T
-        )
+        embedded_TE = self._embedding.lookup(batch.token_ids_T)
+        if self._apart is not None:
+            embedded_TE = self._apart.put(batch.token_ids_T, embedded_TE)
+        stream = self._decoder_ends.begin(embedded_TE, batch.positions_T)
         for layer in self._layers:
             stream = layer.forward(stream, batch, last=layer is self._layers[-1])
         x_TE = self._decoder_ends.end(stream)
@@ -344,13 +232,24 @@ class EncoderDecoder:
         elif self._hears is not None:
             embedded_SE = self._hears.read(inputs.sounds)
         else:
-            embedded_SE = self._read_embedding.lookup(inputs.token_ids_S)
+            embedded_SE = self._with_seen(inputs)
         positions_S = held(inputs.positions_S)
         x_SE = add_norm(None, *self._encoder_ends.begin(embedded_SE, positions_S))
         for layer in self._encoder_layers:
             x_SE = layer.forward(x_SE, alone)
         x_SE = self._encoder_ends.end((None, x_SE))
         return x_SE if self._between is None else self._between.cross(x_SE, positions_S)
+
+    def _with_seen(self, inputs: EncoderBatch) -> torch.Tensor:
+        """The embeddings of tokens, rows of images in the places of those that stand for these."""
+        seen = inputs.seen
+        if self._only_seen and seen is not None:
+            rows_SE = seen.rows_ME.new_zeros(inputs.token_ids_S.numel(), seen.rows_ME.shape[1])
+            return seen.put(rows_SE)
+        embedded_SE = self._read_embedding.lookup(inputs.token_ids_S)
+        if self._apart is not None:
+            embedded_SE = self._apart.put(inputs.token_ids_S, embedded_SE)
+        return embedded_SE if seen is None else seen.put(embedded_SE)
 
     def logits(self, hidden_NE: torch.Tensor) -> torch.Tensor:
         """Vocabulary logits [N, logits_width], float32."""
@@ -369,6 +268,22 @@ class EncoderDecoder:
     def classify(self, hidden_NE: torch.Tensor) -> torch.Tensor:
         """No classification head is built on these."""
         raise AssertionError("an encoder-decoder has no classification head here")
+
+
+class VectorApart:
+    """The embedding of one token, which stands in no table."""
+
+    def __init__(self, scope: Scope, name: str, token: int, width: int) -> None:
+        self._token, self._vector = token, scope.param(name, (width,), init="zeros")
+        self._vector_E = torch.empty(0)
+        scope.on_finish(self._finish)
+
+    def put(self, token_ids_T: torch.Tensor, x_TE: torch.Tensor) -> torch.Tensor:
+        """The embeddings of tokens, with that of this one."""
+        return torch.where((token_ids_T == self._token)[:, None], self._vector_E, x_TE)
+
+    def _finish(self) -> None:
+        self._vector_E = self._vector.take()
 
 
 class StackEnds:

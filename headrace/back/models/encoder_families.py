@@ -37,6 +37,7 @@ ENCODER_DECODERS: Mapping[str, str] = {
     "SwitchTransformersForConditionalGeneration": "switch_transformers",
     "T5GemmaForConditionalGeneration": "t5gemma",
     "T5Gemma2ForConditionalGeneration": "t5gemma2",
+    "Florence2ForConditionalGeneration": "florence2",
 }
 """Architectures whose prompt an encoder reads; their decoder begins with a token of its own."""
 BIDIRECTIONAL: Mapping[str, str] = {"Gemma3TextModel": "embedding_gemma"}

@@ -23,7 +23,18 @@ from headrace.base.config.hf import ConfigReader
 
 def build(scope: Scope, config: ConfigReader) -> Decoder:
     """Gemma3ForConditionalGeneration."""
-    text, vision = parts_of(config)
+    text, _ = parts_of(config)
+    tower = gemma_tower(scope, config, text, mutual="input")
+    inside = replace(scope / "language_model", mutual="window")
+    return with_media(scope, text_decoder(inside, text), tower, renamed=OLDER_TOWER)
+
+
+def gemma_tower(
+    scope: Scope, config: ConfigReader, text: ConfigReader, *, mutual: str
+) -> PlainTower:
+    """The tower of a config with `vision_config`, before a text of this one; `mutual`: see
+    MediaForm."""
+    vision = config.required_section("vision_config")
     projector = PooledLayer(
         width=vision.int("hidden_size", 768, ge=1),
         outputs=text.int("hidden_size", ge=1),
@@ -31,10 +42,8 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
         norm=("mm_soft_emb_norm", RMS_UNIT_OFFSET, vision.float("layer_norm_eps", 1e-6, ge=0.0)),
         weight="mm_input_projection_weight",
     )
-    spec = replace(siglip_tower(vision, projector), mutual="input")
-    tower = PlainTower(scope, scope / "vision_tower", spec)
-    inside = replace(scope / "language_model", mutual="window")
-    return with_media(scope, text_decoder(inside, text), tower, renamed=OLDER_TOWER)
+    spec = replace(siglip_tower(vision, projector), mutual=mutual)
+    return PlainTower(scope, scope / "vision_tower", spec)
 
 
 def tokens_merge(config: ConfigReader, vision: ConfigReader) -> int:

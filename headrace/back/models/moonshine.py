@@ -16,14 +16,9 @@ from headrace.back.layers.norm import LAYER_NO_BIAS
 from headrace.back.layers.rope import RopeSpec, read_rope
 from headrace.back.layers.scope import Scope
 from headrace.back.models.blocks import PLAIN_ACTIVATIONS, DecoderSizes
+from headrace.back.models.crossing_layer import CrossLayerSpec, plain_cross_layer
 from headrace.back.models.encoder import EncoderLayer, EncoderSizes, SpanAttentionLayer
-from headrace.back.models.encoder_decoder import (
-    CrossLayerSpec,
-    EncoderDecoder,
-    EncoderDecoderSpec,
-    StackSpec,
-    plain_cross_layer,
-)
+from headrace.back.models.encoder_decoder import EncoderDecoder, EncoderDecoderSpec, StackSpec
 from headrace.base.config.hf import ConfigReader
 from headrace.base.config.speech import MOONSHINE
 from headrace.base.wire.media import encoder_outputs

@@ -24,12 +24,8 @@ from headrace.back.layers.positions import SinusoidalPositions
 from headrace.back.layers.scope import Scope
 from headrace.back.models.blocks import PLAIN_ACTIVATIONS, DecoderSizes
 from headrace.back.models.conformers import wave_layers
-from headrace.back.models.encoder_decoder import (
-    EncoderDecoder,
-    EncoderDecoderSpec,
-    StackSpec,
-    plain_cross_layer,
-)
+from headrace.back.models.crossing_layer import plain_cross_layer
+from headrace.back.models.encoder_decoder import EncoderDecoder, EncoderDecoderSpec, StackSpec
 from headrace.back.models.frame_source import FrameSource
 from headrace.base.config.hf import ConfigReader
 from headrace.base.wire.media import Strides, length_after

@@ -22,6 +22,7 @@ from headrace.back.layers.norm import RMS
 from headrace.back.layers.position_bias import RelativeBias
 from headrace.back.layers.scope import Scope
 from headrace.back.models.blocks import PLAIN_ACTIVATIONS, DecoderSizes
+from headrace.back.models.crossing_layer import CrossLayerSpec
 from headrace.back.models.encoder import (
     EncoderLayer,
     EncoderSizes,
@@ -29,12 +30,7 @@ from headrace.back.models.encoder import (
     TokenLayer,
     WholeBranch,
 )
-from headrace.back.models.encoder_decoder import (
-    CrossLayerSpec,
-    EncoderDecoder,
-    EncoderDecoderSpec,
-    StackSpec,
-)
+from headrace.back.models.encoder_decoder import EncoderDecoder, EncoderDecoderSpec, StackSpec
 from headrace.back.parallel.shard import Part
 from headrace.base.config.hf import ConfigReader
 

@@ -13,9 +13,9 @@ from headrace.back.layers.residual import BlockNorm
 from headrace.back.layers.rope import read_rope
 from headrace.back.layers.scope import Scope
 from headrace.back.models.blocks import DecoderSizes, plain_attention, read_windows
+from headrace.back.models.crossing_layer import CrossLayerSpec
 from headrace.back.models.encoder import EncoderLayer, EncoderSizes, SpanAttentionLayer
 from headrace.back.models.encoder_decoder import (
-    CrossLayerSpec,
     EncoderDecoder,
     EncoderDecoderSpec,
     ReadSpec,

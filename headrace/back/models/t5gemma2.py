@@ -1,5 +1,6 @@
-"""T5Gemma 2 (Zhang et al. 2025), text: Gemma 3's layers in both halves over one embedding; a
-decoder's layer attends to its own tokens and to the encoder's outputs at once."""
+"""T5Gemma 2 (Zhang et al. 2025): Gemma 3's layers in both halves over one embedding, and its tower,
+whose rows stand among the encoder's tokens; a decoder's layer attends to its own tokens and to the
+encoder's outputs at once."""
 
 from __future__ import annotations
 
@@ -18,27 +19,27 @@ from headrace.back.models.encoder import EncoderLayer, EncoderSizes, SpanAttenti
 from headrace.back.models.encoder_decoder import EncoderDecoder, EncoderDecoderSpec, StackSpec
 from headrace.back.models.gemma2 import embedding_scale, gemma_sizes
 from headrace.back.models.gemma3 import gemma3_windows, local_and_global_ropes
+from headrace.back.models.gemma3_vision import gemma_tower
 from headrace.back.models.joint_layer import JointLayerSpec
 from headrace.back.models.t5gemma import BEFORE, BEHIND, PROJECTIONS
+from headrace.back.models.vision import OLDER_TOWER, seeing
 from headrace.base.config.hf import ConfigReader
-from headrace.base.config.resolved import Decision
 
 IGNORED = (
-    r"model\.encoder\.(vision_tower|multi_modal_projector)\..*",
-    r"model\.(encoder|decoder)\.embed_tokens\.eoi_embedding",  # behind an image
-    r"model\.decoder\.embed_tokens\.weight",
+    r"model\.encoder\.vision_tower\.(vision_model\.)?head\..*",  # one vector of an image
+    r"model\.decoder\.embed_tokens\.(weight|eoi_embedding)",
     r"lm_head\.out_proj\.weight",
 )
-TEXT_ALONE = Decision("model.parts", "auto", "text", "images are not read")
+UNSEEN = r"model\.encoder\.(vision_tower|multi_modal_projector)\..*"
 NORMS, OUTER = (BEFORE[0], BEFORE[2]), (BEHIND[0], BEHIND[2])
 
 
 def build(scope: Scope, config: ConfigReader) -> EncoderDecoder:
     """T5Gemma2ForConditionalGeneration."""
     scope = replace(scope, max_positions=max(scope.max_positions, scope.encoder_tokens))
-    reader = config.section("encoder")
-    reads, says = reader and reader.section("text_config"), config.section("decoder")
-    if reads is None or says is None:
+    reader, says = config.section("encoder"), config.section("decoder")
+    reads = None if reader is None else reader.section("text_config")
+    if reader is None or reads is None or says is None:
         missing = "decoder" if says is None else "encoder"
         raise config.wrong(missing, "the config of that half, the encoder's under text_config")
     if not config.bool("tie_word_embeddings", True):
@@ -46,11 +47,13 @@ def build(scope: Scope, config: ConfigReader) -> EncoderDecoder:
     sizes, read_sizes = gemma_sizes(says), gemma_sizes(reads)
     if (sizes.width, sizes.vocabulary) != (read_sizes.width, read_sizes.vocabulary):
         raise config.wrong("decoder", "of the encoder's hidden_size and vocab_size")
-    if "vision_config" in (reader or ()):
-        scope.ledger.note(TEXT_ALONE)
+    tower = None
+    if "vision_config" in reader:
+        within = scope / "model.encoder"
+        tower = seeing(scope, gemma_tower(within, reader, reads, mutual=""))
     ropes = local_and_global_ropes(scope, reads, read_sizes.head_dim)
     windows = gemma3_windows(reads, read_sizes.layers)
-    return EncoderDecoder(
+    model = EncoderDecoder(
         scope,
         EncoderDecoderSpec(
             sizes=sizes,
@@ -63,9 +66,13 @@ def build(scope: Scope, config: ConfigReader) -> EncoderDecoder:
             shared="encoder.embed_tokens",
             embedding_scale=embedding_scale(sizes.width, scope.dtype),
             logits_softcap=says.float("final_logit_softcapping", None, ge=1e-6),
-            ignored=IGNORED,
+            apart=("eoi_embedding", reader.int("eoi_token_index", 256_000, ge=0)),
+            media=tower,
+            ignored=IGNORED if tower is not None else (*IGNORED, UNSEEN),
         ),
     )
+    model.weights = replace(model.weights, renamed=OLDER_TOWER)
+    return model
 
 
 def _layers(scope: Scope, config: ConfigReader, sizes: DecoderSizes) -> tuple[JointLayerSpec, ...]:

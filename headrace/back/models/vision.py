@@ -167,11 +167,16 @@ def with_media(
     before the decoder's: its plan would not load them. `renamed`: see WeightPlan."""
     unloaded = [param.name for param in scope.ledger.params[len(decoder.weights.params) :]]
     assert not unloaded, f"built behind the decoder, which loads none of it: {unloaded[:3]}"
-    decoder.media = encoder
-    if scope.shares_encoder and scope.mesh.tp.size > 1:
-        decoder.media = SharedEncoder(encoder, scope.mesh.tp)
-        scope.ledger.note(SHARED)
+    decoder.media = seeing(scope, encoder)
     decoder.weights = replace(decoder.weights, renamed=(*decoder.weights.renamed, *renamed))
+    return decoder
+
+
+def seeing(scope: Scope, encoder: MediaEncoder) -> MediaEncoder:
+    """The encoder as this rank runs it."""
     kinds = ", ".join(("text", *(form.kind for form in encoder.forms)))
     scope.ledger.note(Decision("model.parts", "auto", kinds, "what the checkpoint takes"))
-    return decoder
+    if not scope.shares_encoder or scope.mesh.tp.size == 1:
+        return encoder
+    scope.ledger.note(SHARED)
+    return SharedEncoder(encoder, scope.mesh.tp)

@@ -150,12 +150,15 @@ def _see(runner: PlanRunner, spec: EngineSpec, device: torch.device, length: int
         block_tokens=spec.kv.block_tokens,
         small=small,
         generates=spec.model.head == "lm",
+        before_decoder=bool(spec.model.encoder_tokens),
     ):
         runner.execute(plan)
 
 
 def _tokens(spec: EngineSpec) -> int:
     """Of a made-up input."""
+    if spec.model.encoder_tokens:
+        return min(spec.scheduler.max_step_tokens, spec.model.encoder_tokens)
     return min(spec.scheduler.max_step_tokens, spec.model.max_model_len - 1)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import numpy as np
 from msgspec import msgpack
+from msgspec.structs import replace
 
 from headrace.base.wire.media import (
     KEY_BYTES,
@@ -38,11 +39,12 @@ def media_plans(
     block_tokens: int,
     small: bool,
     generates: bool = True,
+    before_decoder: bool = False,
 ) -> Iterator[StepPlan]:
     """For each form a step of one row, of at most `tokens` tokens, with the largest input, and one
     that ends it; of the first form then smaller ones, whose kernels may be others, the last within
     one block of the cache. `small`: inputs of one size are left out, and of others there is the
-    last alone."""
+    last alone. `before_decoder`: an encoder reads them, and the decoder begins with one token."""
     for form in forms:
         if form.sides and small:
             continue
@@ -57,7 +59,8 @@ def media_plans(
             shape = (*grid, min(size, form.num_tokens(grid)))
             if shape not in seen:
                 seen.add(shape)
-                yield _seeing(form, size, num_groups, block_tokens, generates=generates)
+                plan = _seeing(form, size, num_groups, block_tokens, generates=generates)
+                yield _read_before(plan, num_groups, block_tokens) if before_decoder else plan
                 yield _end()
 
 
@@ -113,20 +116,41 @@ def _seeing(
         media=(span,),
     )
     count = min(tokens, span.num_tokens)
-    columns = 1 + count // block_tokens
-    group, index = (place.ravel().astype(np.int32) for place in np.indices((num_groups, columns)))
     return _plan(
         starts=[start],
-        block_group=group,
-        block_row=np.zeros(group.size, np.int32),
-        block_index=index,
-        block_id=np.full(group.size, SHARED, np.int32),
+        **_blocks(num_groups, 1 + count // block_tokens),
         rows=np.zeros(1, np.int32),
         num_tokens=np.full(1, count, np.int32),
         num_computed=np.zeros(1, np.int32),
         sample=np.zeros(1, np.bool_),
         hook_payloads={MEDIA_HOOK: msgpack.encode(payload)},
     )
+
+
+def _read_before(plan: StepPlan, num_groups: int, block_tokens: int) -> StepPlan:
+    """The same of an encoder-decoder: what stands in the prompt is read ahead of it."""
+    (start,) = plan.starts
+    reads = start.num_prompt
+    one = replace(
+        start,
+        tokens=start.tokens[:1],
+        num_prompt=1,
+        encoder=start.tokens.astype("<i4").tobytes(),
+        cross_tokens=reads,
+    )
+    blocks = _blocks(num_groups, 1 + reads // block_tokens)
+    return replace(plan, starts=[one], num_tokens=np.ones(1, np.int32), **blocks)
+
+
+def _blocks(num_groups: int, columns: int) -> dict[str, np.ndarray]:
+    """So many blocks of the one row in each group, of which all are one."""
+    group, index = (place.ravel().astype(np.int32) for place in np.indices((num_groups, columns)))
+    return {
+        "block_group": group,
+        "block_row": np.zeros(group.size, np.int32),
+        "block_index": index,
+        "block_id": np.full(group.size, SHARED, np.int32),
+    }
 
 
 def _content(form: MediaForm, grid: tuple[int, int, int]) -> MediaContent:

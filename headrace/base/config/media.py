@@ -204,6 +204,8 @@ class MediaSpec(msgspec.Struct, frozen=True, kw_only=True):
     has tokens of several newlines, which those around an image become one of with their neighbours.
     `shares_ends`: images that meet in a prompt share the text between them. `ahead`: images of
     messages stand before all text, behind these ids, which then begin the prompt.
+    `alone`: an encoder before the decoder reads an image and nothing else; the text of a prompt is
+    what the decoder begins with. `template`: of chats, where the checkpoint has none.
     `written`: by kind what stands for one in a message's text, where templates take texts alone.
     `norm`: what the checkpoint's files say of the values of colours; None: nothing.
     `numbered`: texts around the number of an image in its prompt, which stands before it.
@@ -224,6 +226,8 @@ class MediaSpec(msgspec.Struct, frozen=True, kw_only=True):
     joins_newlines: bool = False
     shares_ends: bool = False
     ahead: tuple[int, ...] | None = None
+    alone: bool = False
+    template: str | None = None
     written: dict[str, str] = {}
     numbered: tuple[str, str] | None = None
     norm: ImageNorm | None = None

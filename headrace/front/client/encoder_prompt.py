@@ -13,11 +13,27 @@ NOT_WITH_ENCODERS = ("prompt_logprobs", "capture_layers", "beam_width")
 """What asks about a prompt that the model continues."""
 
 
+def halves_of(generation: Generation, bounds: RequestBounds) -> tuple[list[int], list[int]]:
+    """What the encoder reads, and what the decoder begins with."""
+    ids, start = generation.prompt_ids, list(generation.decoder_ids or bounds.decoder_start)
+    if not bounds.sees_alone:
+        return ids, start
+    ends = [one.offset + one.num_tokens for one in generation.media]
+    end = max(ends, default=0)
+    begins = ids[end:]
+    return ids[:end], begins if begins[: len(start)] == start else start + begins
+
+
 def check_encoder_prompt(generation: Generation, bounds: RequestBounds, wanted: int) -> None:
     """Refuses a prompt that the encoder cannot read, and an answer of `wanted` tokens at least that
     does not fit behind what the decoder begins with."""
-    num_prompt = len(generation.prompt_ids)
-    num_start = len(generation.decoder_ids or bounds.decoder_start)
+    reads, start = halves_of(generation, bounds)
+    if not reads:
+        raise InvalidRequest(
+            "prompt: has no image, which is all that this model's encoder reads",
+            field=generation.prompt_field,
+        )
+    num_prompt, num_start = len(reads), len(start)
     if num_prompt > bounds.encoder_tokens:
         raise ContextTooLong(
             f"prompt is too long: {num_prompt} tokens > {bounds.encoder_tokens} that the encoder "

@@ -186,6 +186,7 @@ class AsyncLLM:
             eos_ids=text.eos_ids,
             encoder_tokens=text.encoder_tokens,
             decoder_start=text.decoder_start,
+            sees_alone=text.media is not None and text.media.alone,
         )
 
     def check(self, generation: Generation) -> None:

@@ -30,7 +30,7 @@ from headrace.base.wire.request import (
     SamplingParams,
     StopRules,
 )
-from headrace.front.client.encoder_prompt import check_encoder_prompt
+from headrace.front.client.encoder_prompt import check_encoder_prompt, halves_of
 from headrace.front.client.events import Generation
 from headrace.front.client.limits import Limits, RequestBounds
 from headrace.front.client.refused_together import CHAIN_FIELDS, check_beam, check_chain
@@ -78,8 +78,8 @@ class InputChecker:
         """The engine request of a checked generation (one choice: `n` is not looked at)."""
         ids, encoder = generation.prompt_ids, generation.encoder
         if bounds.encoder_tokens:
-            encoder = np.asarray(ids, dtype="<i4").tobytes()
-            ids = list(generation.decoder_ids or bounds.decoder_start)
+            reads, ids = halves_of(generation, bounds)
+            encoder = np.asarray(reads, dtype="<i4").tobytes()
         stop = self._stop_rules(generation.params, bounds, len(ids))
         return EngineRequest(
             id=request_id,

@@ -73,7 +73,7 @@ class PatchEmbedding:
         weight = weight.reshape(weight.shape[0], 3, spec.frames, -1)
         mean, std = (
             torch.tensor(values, device=weight.device)[None, :, None, None]
-            for values in _norm(spec, scope.image_norm)
+            for values in norm_of(spec, scope.image_norm)
         )
         bias_E = (weight * ((HALF / 255 - mean) / std)).sum((1, 2, 3))
         if self._bias is not None:
@@ -87,7 +87,7 @@ class PatchEmbedding:
         self._image = bind_linear(scope, image_EB, bias_E)
 
 
-def _norm(spec: PatchSpec, stated: ImageNorm | None) -> ImageNorm:
+def norm_of(spec: PatchSpec, stated: ImageNorm | None) -> ImageNorm:
     """Mean and deviation of values between 0 and 1."""
     if stated is None:
         return spec.mean, spec.std

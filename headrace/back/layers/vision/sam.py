@@ -19,6 +19,7 @@ from headrace.back.layers.norm import LAYER
 from headrace.back.layers.residual import BlockNorm
 from headrace.back.layers.scope import Scope
 from headrace.back.layers.vision.patches import PatchEmbedding, PatchSpec
+from headrace.back.layers.vision.windows import in_windows, out_of_windows
 
 QUERIES = 1024
 """Patches whose scores exist at a time: with the biases they are large."""
@@ -177,27 +178,12 @@ class _SamLayer:
         flat = x.reshape(-1, x.shape[3])
         normed = self._before.norm(flat).view(x.shape)
         if self._window:
-            y = _unsplit(self._attention.forward(_split(normed, self._window)), x, self._window)
+            y = self._attention.forward(in_windows(normed, self._window))
+            y = out_of_windows(y, x.shape)
         else:
             y = self._attention.forward(normed)
         flat = (x + y).reshape(flat.shape)
         return (flat + self._mlp.forward(self._before_mlp.norm(flat))).view(x.shape)
-
-
-def _split(x: torch.Tensor, window: int) -> torch.Tensor:
-    """[windows, W, W, E], filled up with zeros at the edges."""
-    more = -x.shape[1] % window
-    x = F.pad(x, (0, 0, 0, more, 0, more))
-    x = x.unflatten(2, (-1, window)).unflatten(1, (-1, window))
-    return x.permute(0, 1, 3, 2, 4, 5).flatten(0, 2)
-
-
-def _unsplit(windows: torch.Tensor, x: torch.Tensor, window: int) -> torch.Tensor:
-    """The opposite, for what has the shape of `x`."""
-    count = -(-x.shape[1] // window)
-    whole = windows.view(-1, count, count, window, window, x.shape[3]).permute(0, 1, 3, 2, 4, 5)
-    whole = whole.reshape(-1, count * window, count * window, x.shape[3])
-    return whole[:, : x.shape[1], : x.shape[2]]
 
 
 class _SamAttention:

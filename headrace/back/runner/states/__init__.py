@@ -17,6 +17,7 @@ from headrace.back.runner.states.media import Media
 from headrace.back.runner.states.plain import PlainDecoder, PlainEncoder
 from headrace.back.runner.states.pooled_whole import PooledWhole
 from headrace.back.runner.states.recurrent import Recurrent
+from headrace.back.runner.states.seen_inputs import SeenInputs
 from headrace.back.runner.states.segments import Segments
 from headrace.back.runner.states.state import ModelState
 
@@ -41,11 +42,19 @@ STATES: dict[str, StateFactory] = {
 
 
 def state_of(model: CausalModel, files: FilesFactory | None = None) -> StateFactory:
-    """What makes the state of a model: that of its decoder, within that of its encoder. `files`:
-    see EncoderCache."""
+    """What makes the state of a model: that of its decoder, within that of its encoder of images or
+    behind it. `files`: see EncoderCache."""
     base, media = STATES[model.state], model.media
     if media is None:
         return base
+    if model.encoder_tokens:
+        return lambda max_rows, device, memory: SeenInputs(
+            memory,
+            device,
+            max_rows=max_rows,
+            encoder=recorded_encoder(media, graphs_on(device)),
+            files=files,
+        )
     return lambda max_rows, device, memory: Media(
         base(max_rows, device, memory),
         recorded_encoder(media, graphs_on(device)),

@@ -15,6 +15,7 @@ from headrace.base.config.two_towers import is_clip, is_two_towers
 from headrace.base.registry import Registry
 from headrace.front.media.processing import Processor
 from headrace.front.media.processors.cut_families import CUT_FAMILIES, CheckpointFiles
+from headrace.front.media.processors.encoder_decoders import ENCODER_DECODERS
 from headrace.front.media.processors.files import (
     first_special,
     read_keys,
@@ -85,6 +86,8 @@ _SPACED = (
     *("qwen2_vl", "qwen2_5_vl", "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"),
     *("exaone4_5", "hyperclovax_vision_v2"),
 )
+_APART = {**UNNAMED, **ENCODER_DECODERS}
+"""Whose placeholder config.json does not name, or not beside the tower."""
 _READERS = {**CUT_FAMILIES, **SQUARE_FAMILIES, **RATIO_FAMILIES, **IDEFICS_FAMILIES}
 _STAMPED: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "lfm3_vl"), ()),
@@ -119,10 +122,10 @@ def _read_seeing(folder: Path, config: Mapping[str, Any]) -> MediaSpec | None:
         return _two_towers(folder, config)
     if kind == "internvl_chat":
         return _internvl_chat(folder, config)
-    if kind in UNNAMED:
+    if kind in _APART:
         reader = ConfigReader(config, f"{folder}/config.json")
         image, video = _processor_files(folder, config)
-        return UNNAMED[str(kind)](
+        return _APART[str(kind)](
             CheckpointFiles(folder=folder, config=reader, image=image, video=video)
         )
     named = (
@@ -295,25 +298,6 @@ def _internvl_chat(folder: Path, config: Mapping[str, Any]) -> MediaSpec | None:
     return _internvl(ConfigReader(tiles, reader.where), reader, none, mark)
 
 
-def _gemma3(image: ConfigReader, config: ConfigReader) -> MediaSpec:
-    """Marks in the prompt are those that begin an image."""
-    if image.bool("do_pan_and_scan", None):
-        raise image.wrong("do_pan_and_scan", "false")
-    vision = vision_section(config)
-    patch, side = vision.int("patch_size", 14, ge=1, le=1024), side_pixels(vision)
-    tokens = config.int("mm_tokens_per_image", 256, ge=1)
-    settings = ProcessorSettings(
-        patch=patch,
-        merge=max(1, side // patch // int(tokens**0.5)),
-        side=side,
-        resample=image.int("resample", 2, ge=0, le=5),
-        around=("\n\n<start_of_image>", "<end_of_image>\n\n"),
-    )
-    mark = config.int("boi_token_index", 255_999, aliases=("boi_token_id",), ge=0)
-    spec = image_only("square", settings, config)
-    return msgspec.structs.replace(spec, image_mark=mark, joins_newlines=True)
-
-
 def _paligemma(image: ConfigReader, config: ConfigReader) -> MediaSpec:
     """The text's begin token stands behind the image."""
     vision = vision_section(config)
@@ -349,7 +333,6 @@ _STILL = {
     "mistral3": _pixtral,
     "mistral_large4": _pixtral,
     "lighton_ocr": _lighton,
-    "gemma3": _gemma3,
     "paligemma": _paligemma,
 }
 """Those that take images alone."""

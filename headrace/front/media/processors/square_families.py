@@ -20,6 +20,25 @@ CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
 
+def gemma3(image: ConfigReader, config: ConfigReader) -> MediaSpec:
+    """Marks in the prompt are those that begin an image."""
+    if image.bool("do_pan_and_scan", None):
+        raise image.wrong("do_pan_and_scan", "false")
+    vision = vision_section(config)
+    patch, side = vision.int("patch_size", 14, ge=1, le=1024), side_pixels(vision)
+    tokens = config.int("mm_tokens_per_image", 256, ge=1)
+    settings = ProcessorSettings(
+        patch=patch,
+        merge=max(1, side // patch // int(tokens**0.5)),
+        side=side,
+        resample=image.int("resample", 2, ge=0, le=5),
+        around=("\n\n<start_of_image>", "<end_of_image>\n\n"),
+    )
+    mark = config.int("boi_token_index", 255_999, aliases=("boi_token_id",), ge=0)
+    spec = image_only("square", settings, config)
+    return msgspec.structs.replace(spec, image_mark=mark, joins_newlines=True)
+
+
 def _blip(files: CheckpointFiles) -> MediaSpec:
     """One square, stretched, of so many tokens."""
     image, vision = files.image, vision_section(files.config)
@@ -103,6 +122,7 @@ def _deepseek_hybrid(files: CheckpointFiles) -> MediaSpec:
 
 SQUARE_FAMILIES: Mapping[str, Callable[[CheckpointFiles], MediaSpec]] = {
     "blip-2": _blip,
+    "gemma3": lambda files: gemma3(files.image, files.config),
     "video_llava": _video_llava,
     "deepseek_vl": _deepseek_vl,
     "deepseek_vl_hybrid": _deepseek_hybrid,
