@@ -56,7 +56,9 @@ _STORED = (
     *("aqlm", "auto-round", "auto_awq", "auto_gptq", "awq", "awq_marlin", "bitblas", "bitnet"),
     *("compressed-tensors", "fbgemm_fp8", "gguf", "gptq", "gptq_bitblas", "gptq_marlin"),
     *("gptq_marlin_24", "hqq", "marlin", "modelopt", "modelopt_fp4", "modelopt_mixed"),
-    *("modelopt_mxfp8", "moe_wna16", "quark", "vptq"),
+    *("modelopt_mxfp8", "moe_wna16", "quark", "vptq", "blockwise_int8", "cpu_awq", "fp_quant"),
+    *("deepseek_v4_fp8", "gpt_oss_mxfp4", "inc", "modelopt_fp8", "petit_nvfp4", "w4afp8"),
+    "w8a8_int8",
 )
 QUANTIZATIONS: Mapping[str, tuple[tuple[str, ...], str]] = {
     **dict.fromkeys(_STORED, ((), "how a checkpoint's weights are stored, its own config says")),

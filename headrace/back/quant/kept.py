@@ -67,6 +67,7 @@ _KEPT = (
     "torchao-int4", "hqq", "modelopt-int4", "mlx", "quark-uint4", "quark-int4", "ternary", "ternary-inverse",
     "awq-gemv", "awq-gemv-fast", "awq-marlin", "gptq-marlin", "gptq-marlin-24", "marlin-24", "eetq",
     "torchao-tiles", "metal", "quanto", "quanto-packed", "row-integers", "bitblas",
+    "signed-pairs",
 )  # fmt: skip
 _MXFP4 = ("mxfp4-packed", "mxfp4-quark", "mxfp4-blocks", "mlx-mxfp4", "fouroversix-mxfp4")
 _NVFP4 = ("nvfp4", "nvfp4-packed", "mlx-nvfp4", "fouroversix-nvfp4")
@@ -144,6 +145,8 @@ def _plain_scheme(tensor: QuantizedTensor) -> str | None:
 
 
 def _in_groups(tensor: QuantizedTensor) -> str | None:
+    if tensor.numbers.arrangement == "int8-blocks":
+        return "int8-g128" if tensor.numbers.group == (128, 128) else None
     plain = len(tensor.shape) == 2 and "zeros" not in tensor.members
     e4m3 = tensor.floating and tensor.numbers.arrangement in ("scaled", "fp8-blocks")
     if not plain or not e4m3 or tensor.numbers.group is None:

@@ -1,5 +1,5 @@
-"""Rows of quantized_arrangements.py, with their shapes: what SINQ, Quanto, Four Over Six, BitBLAS
-and transformers (Gemma) write."""
+"""Rows of quantized_arrangements.py, with their shapes: what SINQ, Quanto, Four Over Six, BitBLAS,
+AutoRound (its own numbers), transformers (Gemma) and SGLang's names stand for."""
 
 from __future__ import annotations
 
@@ -8,7 +8,15 @@ from collections.abc import Mapping
 
 from headrace.base.config.arrangement import Arrangement
 from headrace.base.config.quantization import Numbers
-from headrace.base.config.quantized_shapes import Shape, StoredMembers, groups_of
+from headrace.base.config.quantized_shapes import (
+    Shape,
+    StoredMembers,
+    groups_of,
+    nibbles_members,
+    nibbles_shape,
+    scaled_members,
+    values_shape,
+)
 
 Forms = Mapping[str, tuple[Shape, ...]]
 WORD_FIELDS = {1: 8, 2: 4, 3: 10, 4: 2, 5: 6, 6: 5, 8: 1}
@@ -29,6 +37,23 @@ def sinq_shape(stored: StoredMembers) -> Shape:
     if stored.shape("columns") != (1, inputs) or inputs % size or groups * size % inputs:
         raise ValueError(f"{groups} groups of {size} are no rows of {inputs} inputs")
     return groups * size // inputs, inputs
+
+
+def sinq_tiles_shape(stored: StoredMembers) -> Shape:
+    """The same in square tiles: what they are wide is what a row of words is."""
+    words, size = stored.shape("values")
+    tiles = stored.shape("columns")[0]
+    if stored.shape("columns") != (tiles, 1, size):
+        raise ValueError(f"scales of columns are {list(stored.shape('columns'))}")
+    groups = tiles * size
+    if -(-groups // WORD_FIELDS[stored.numbers.bits]) != words:
+        raise ValueError(f"{groups} groups of {stored.numbers.bits} bits take other rows")
+    outputs, inputs = stored.numbers.size
+    inputs = inputs or groups * size // outputs
+    outputs = outputs or groups * size // inputs
+    if outputs * inputs != groups * size or inputs % size or outputs % size:
+        raise ValueError(f"{tiles} tiles of {size} x {size} are no {outputs} x {inputs}")
+    return outputs, inputs
 
 
 SINQ_PARTS = {
@@ -112,38 +137,83 @@ def row_table_members(shape: Shape, numbers: Numbers) -> Forms:
 
 _SINQ_META = "{module}.meta."
 _QUANTIZED = "{module}.quantized_weight_"
+_SCALED = {
+    "values": "{weight}",
+    "scales": "{weight}_scale",
+    "inputs": "{module}.input_scale",
+}
 FURTHER = {
-    "sinq": Arrangement(
-        roles={
-            "values": "{module}.W_q",
-            "columns": _SINQ_META + "scale2",
-            "scales": _SINQ_META + "scale",
-            "zeros": _SINQ_META + "zero",
-            "scale_values": _SINQ_META + "scale.x",
-            "scale_steps": _SINQ_META + "scale.s",
-            "scale_minima": _SINQ_META + "scale.m",
-            "zero_values": _SINQ_META + "zero.x",
-            "zero_steps": _SINQ_META + "zero.s",
-            "zero_minima": _SINQ_META + "zero.m",
-            "awq_scale": _SINQ_META + "awq_scale",
-        },
-        dtypes=("U8", "I32"),
-        optional=(*SINQ_PARTS, *SINQ_PARTS["scales"], *SINQ_PARTS["zeros"], "awq_scale"),
-        shape=sinq_shape,
-        group=lambda stored: stored.shape("values")[1],
+    "int8-blocks": Arrangement(
+        roles={"values": "{weight}", "scales": "{weight}_scale_inv"},
+        dtypes=("I8",),
+        shape=values_shape,
+        expected=scaled_members,
     ),
-    "quanto": Arrangement(
+    "signed-pairs": Arrangement(
         roles={
-            "values": "{weight}._data",
-            "scales": "{weight}._scale",
-            "of_inputs": "{module}.input_scale",
-            "of_outputs": "{module}.output_scale",
+            "values": "{weight}",
+            "scales": "{weight}_scale_inv",
+            "inputs": "{module}.input_scale",
         },
-        dtypes=("I8", "F8_E4M3"),
-        optional=("of_inputs", "of_outputs"),
-        shape=lambda stored: stored.shape("values"),
-        expected=lambda shape, numbers: {"scales": ((shape[0], 1), (shape[0],), (), (1,))},
+        dtypes=("I8",),
+        optional=("inputs",),
+        shape=nibbles_shape,
+        expected=nibbles_members,
     ),
+    "scaled-e5m2": Arrangement(
+        roles=_SCALED,
+        dtypes=("F8_E5M2",),
+        optional=("inputs",),
+        shape=values_shape,
+        expected=scaled_members,
+    ),
+    **{
+        kind: Arrangement(
+            roles={"values": "{weight}_packed", "scales": "{weight}_scale"},
+            dtypes=("U8",),
+            shape=nibbles_shape,
+            expected=nibbles_members,
+        )
+        for kind in ("mxint4-packed", "nvfp4-e5m3")
+    },
+    **{
+        f"sinq{tiles}{levels}": Arrangement(
+            roles={
+                "values": "{module}.W_q",
+                "columns": _SINQ_META + "scale2",
+                "scales": _SINQ_META + "scale",
+                "zeros": _SINQ_META + "zero",
+                "scale_values": _SINQ_META + "scale.x",
+                "scale_steps": _SINQ_META + "scale.s",
+                "scale_minima": _SINQ_META + "scale.m",
+                "zero_values": _SINQ_META + "zero.x",
+                "zero_steps": _SINQ_META + "zero.s",
+                "zero_minima": _SINQ_META + "zero.m",
+                "awq_scale": _SINQ_META + "awq_scale",
+            },
+            dtypes=("U8", "I32"),
+            optional=(*SINQ_PARTS, *SINQ_PARTS["scales"], *SINQ_PARTS["zeros"], "awq_scale"),
+            shape=sinq_tiles_shape if tiles else sinq_shape,
+            group=lambda stored: stored.shape("values")[1],
+        )
+        for tiles in ("", "-2d")
+        for levels in ("", "-nf4", "-nf3")
+    },
+    **{
+        kind: Arrangement(
+            roles={
+                "values": "{weight}._data",
+                "scales": "{weight}._scale",
+                "of_inputs": "{module}.input_scale",
+                "of_outputs": "{module}.output_scale",
+            },
+            dtypes=dtypes,
+            optional=("of_inputs", "of_outputs"),
+            shape=values_shape,
+            expected=lambda shape, numbers: {"scales": ((shape[0], 1), (shape[0],), (), (1,))},
+        )
+        for kind, dtypes in (("quanto", ("I8", "F8_E4M3")), ("quanto-e5m2", ("F8_E5M2",)))
+    },
     "quanto-packed": Arrangement(
         roles={
             "values": "{weight}._data._data",

@@ -3,12 +3,12 @@
 A variant that is not known is refused by its key, value and the known values. compressed-tensors:
 quantization_compressed.py; floats of 4 and 8 bits: quantization_fp4.py, quantization_fp8.py and
 quantization_round.py; what packages of PyTorch write: quantization_torch.py; MLX:
-quantization_mlx.py; codebooks: quantization_vectors.py.
+quantization_mlx.py; AMD's and SGLang's: quantization_quark.py, quantization_sglang.py; codebooks:
+quantization_vectors.py.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -31,13 +31,19 @@ from headrace.base.config.quantization_activations import (
     INT8_TOKENS,
     MXFP8_GROUPS,
     NVFP4_GROUPS,
-    quark_activations,
 )
 from headrace.base.config.quantization_compressed import compressed
 from headrace.base.config.quantization_fp4 import fouroversix, mxfp4
 from headrace.base.config.quantization_fp8 import fbgemm, fp8, mxfp8
 from headrace.base.config.quantization_mlx import mlx
+from headrace.base.config.quantization_quark import quark
 from headrace.base.config.quantization_round import floats, is_floating
+from headrace.base.config.quantization_sglang import (
+    blockwise_int8,
+    w4afp8,
+    w8a8_fp8,
+    w8a8_int8,
+)
 from headrace.base.config.quantization_torch import hqq, quanto, row_integers, sinq, torchao
 from headrace.base.config.quantization_vectors import aqlm, exl2, exl3, fp_quant, higgs, spqr, vptq
 
@@ -53,13 +59,20 @@ def stored_quantization(raw: Mapping[str, Any], where: str) -> StoredQuantizatio
         for key in ("quantization_config", "compression_config"):
             config = reader.section(key)
             if config is not None:
-                return _read(config)
+                return _read(config, reader.raw)
     return None
 
 
-def _read(config: ConfigReader) -> StoredQuantization:
+def _read(config: ConfigReader, model: Mapping[str, Any]) -> StoredQuantization:
     method = config.choice("quant_method", tuple(METHODS), aliases=("quantization_method",))
+    if method in _SIZED and "hidden_size" in model:
+        sized = {"hidden_size": model["hidden_size"], **config.raw}
+        config = ConfigReader(sized, config.where)
     return METHODS[method](config)
+
+
+_SIZED = ("quanto", "sinq")
+"""Methods whose tensors do not always say how many outputs and inputs there are."""
 
 
 def _gptq(config: ConfigReader) -> StoredQuantization:
@@ -203,66 +216,6 @@ def _extra(config: ConfigReader, numbers: Numbers | None, known: tuple[int, ...]
             yield Rule(targets=(target,), numbers=changed)
 
 
-_QUARK = {
-    ("int8", "per_tensor"): Numbers(arrangement="scaled", bits=8, group=(0, 0)),
-    ("int8", "per_channel"): Numbers(arrangement="scaled", bits=8, group=(1, 0)),
-    ("fp8_e4m3", "per_tensor"): Numbers(arrangement="scaled", bits=8, group=(0, 0)),
-    ("fp8_e4m3", "per_channel"): Numbers(arrangement="scaled", bits=8, group=(1, 0)),
-    ("fp4", "per_group"): Numbers(arrangement="mxfp4-quark", bits=4, group=(1, 32)),
-    ("uint4", "per_group"): Numbers(
-        arrangement="quark-uint4", bits=4, group=(1, 128), signed=False
-    ),
-    ("int4", "per_group"): Numbers(arrangement="quark-int4", bits=4, group=(1, 128)),
-}
-
-
-def _quark(config: ConfigReader) -> StoredQuantization:
-    """AMD's Quark: e4m3 and int8 with a scale per tensor or output, MXFP4, and integers of 4 bits
-    in groups; by module where `layer_quant_config` says so, with "*" for any characters."""
-    whole = config.section("global_quant_config")
-    if whole is None:
-        raise config.wrong("global_quant_config", "a section with `weight`")
-    if config.raw.get("layer_type_quant_config"):
-        raise config.wrong("layer_type_quant_config", "empty (layers are told apart by name)")
-    export = config.section("export")
-    if export is not None:
-        export.choice("weight_format", ("real_quantized",), "real_quantized")
-        export.choice("pack_method", ("reorder",), "reorder")
-    layers = config.section("layer_quant_config")
-    rules = [Rule(targets=plain_modules(config, "exclude"), numbers=None)]
-    for key in layers.raw if layers is not None else ():
-        assert layers is not None
-        pattern = f"re:{re.escape(key).replace(chr(92) + '*', '.*')}$"
-        rules.append(Rule(targets=(pattern,), numbers=_quark_numbers(layers.section(key))))
-    rules.append(Rule(targets=(EVERY,), numbers=_quark_numbers(whole)))
-    return StoredQuantization(method="quark", rules=tuple(rules))
-
-
-def _quark_numbers(entry: ConfigReader | None) -> Numbers | None:
-    if entry is not None and isinstance(entry.raw.get("weight"), list):
-        raise entry.wrong("weight", "one section (weights that are quantized twice are not read)")
-    weight = None if entry is None else entry.section("weight")
-    if weight is None:
-        return None
-    dtype = weight.choice("dtype", dict.fromkeys(dtype for dtype, _ in _QUARK))
-    schemes = tuple(scheme for kind, scheme in _QUARK if kind == dtype)
-    if dtype == "fp4":
-        if weight.int("group_size", 32) != 32:
-            raise weight.wrong("group_size", "32")
-        weight.choice("scale_format", ("e8m0",), "e8m0")
-    numbers = _QUARK[dtype, weight.choice("qscheme", schemes)]
-    if numbers.arrangement.startswith("quark"):
-        if weight.int("ch_axis", -1) not in (-1, 1):
-            raise weight.wrong("ch_axis", "-1 (groups of inputs)")
-        numbers = msgspec.structs.replace(
-            numbers,
-            group=(1, weight.int("group_size", ge=1)),
-            symmetric=weight.bool("symmetric", False) if "symmetric" in weight else False,
-        )
-    assert entry is not None
-    return msgspec.structs.replace(numbers, activations=quark_activations(entry))
-
-
 def _modelopt(config: ConfigReader) -> StoredQuantization:
     """NVIDIA ModelOpt; its own file hf_quant_config.json has the same keys under
     `quantization`."""
@@ -360,7 +313,12 @@ METHODS: dict[str, Callable[[ConfigReader], StoredQuantization]] = {
     "intel/auto-round": _auto_round,
     "inc": _auto_round,
     "compressed-tensors": compressed,
+    "blockwise_int8": blockwise_int8,
+    "w8a8_int8": w8a8_int8,
+    "w8a8_fp8": w8a8_fp8,
+    "w4afp8": w4afp8,
     "modelopt": _modelopt,
+    "modelopt_fp8": _modelopt,
     "modelopt_fp4": _modelopt,
     "modelopt_mixed": _modelopt,
     "modelopt_mxfp8": _modelopt,
@@ -371,7 +329,7 @@ METHODS: dict[str, Callable[[ConfigReader], StoredQuantization]] = {
     "eetq": _eetq,
     "metal": _metal,
     "deepspeedfp": _deepspeed,
-    "quark": _quark,
+    "quark": quark,
     "torchao": torchao,
     "hqq": hqq,
     "quanto": quanto,

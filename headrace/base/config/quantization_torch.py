@@ -11,7 +11,6 @@ from headrace.base.config.quantization import (
     Numbers,
     Rule,
     StoredQuantization,
-    everything,
     plain_modules,
 )
 from headrace.base.config.quantization_activations import Activations
@@ -171,18 +170,38 @@ def _hqq_numbers(config: ConfigReader) -> Numbers:
 
 
 def sinq(config: ConfigReader) -> StoredQuantization:
-    """SINQ (Mueller et al. 2025): integers with a scale for a group of inputs and one for each
-    input. Of tiles in two directions (`tiling_mode` 2D) tensors do not say how they lie."""
-    config.choice("method", _SINQ_METHODS, "sinq")
-    config.choice("tiling_mode", ("1D",), "1D")
+    """SINQ (Mueller et al. 2025): integers, or levels of normal values, with a scale for a group of
+    inputs and one for each input; or in square tiles with scales of their rows and columns
+    (`tiling_mode` 2D), of which `hidden_size` says how many lie side by side."""
+    method = config.choice("method", _SINQ_METHODS, "sinq")
+    levels = next((one for one in _SINQ_LEVELS if one in method), "")
     bits = config.int("nbits", 4)
     if bits not in (1, 2, 3, 4, 5, 6, 8):
         raise config.wrong("nbits", "1, 2, 3, 4, 5, 6 or 8")
-    numbers = Numbers(arrangement="sinq", bits=bits, signed=False)
-    return everything("sinq", numbers, plain_modules(config))
+    if levels and bits != _SINQ_LEVELS[levels]:
+        raise config.wrong("nbits", f"{_SINQ_LEVELS[levels]}, of {levels}")
+    plain = Rule(targets=plain_modules(config), numbers=None)
+    arrangement = "sinq" if config.choice("tiling_mode", ("1D", "2D"), "1D") == "1D" else "sinq-2d"
+    arrangement += levels and f"-{levels}"
+    hidden = config.int("hidden_size", 0, ge=1)
+    if arrangement.startswith("sinq-2d") and not hidden:
+        raise config.wrong("tiling_mode", "1D, where hidden_size is not known")
+    rules = [plain]
+    for target, size in ((f"re:.*{_BACK}", (hidden, 0)), (EVERY, (0, hidden))):
+        numbers = Numbers(arrangement=arrangement, bits=bits, signed=False, size=size)
+        rules.append(Rule(targets=(target,), numbers=numbers))
+    return StoredQuantization(method="sinq", rules=tuple(rules))
 
 
-_SINQ_METHODS = ("sinq", "asinq", "sinq_quantAux", "sinq_awq_l1", "sinq_awq_l1_quantAux", "dual")
+_SINQ_LEVELS = {"nf4": 4, "nf3": 3}
+"""Levels, which a method names, and their bits."""
+_SINQ_PLAIN = ("sinq", "asinq", "dual", "sinq_awq_l1")
+_SINQ_METHODS = tuple(
+    f"{method}{levels}{auxiliary}"
+    for method in _SINQ_PLAIN
+    for levels in ("", "_nf4", "_nf3")
+    for auxiliary in ("", "_quantAux")
+)
 
 
 def quanto(config: ConfigReader) -> StoredQuantization:
@@ -218,7 +237,8 @@ def _quanto_numbers(config: ConfigReader, known: tuple[int, int]) -> Numbers | N
     activations = _QUANTO_ACTIVATIONS.get(asked)
     bits = _QUANTO[weights]
     if bits == 8:
-        return Numbers(arrangement="quanto", bits=8, group=(1, 0), activations=activations)
+        kind = "quanto-e5m2" if weights.endswith("e5m2") else "quanto"
+        return Numbers(arrangement=kind, bits=8, group=(1, 0), activations=activations)
     if not any(known):
         raise config.wrong("weights", "int8 or float8, where hidden_size is not known")
     return Numbers(
@@ -228,6 +248,7 @@ def _quanto_numbers(config: ConfigReader, known: tuple[int, int]) -> Numbers | N
 
 _QUANTO = {
     **dict.fromkeys(("int8", "qint8", "float8", "qfloat8", "qfloat8_e4m3fn"), 8),
+    **dict.fromkeys(("float8_e5m2", "qfloat8_e5m2"), 8),
     **{"int4": 4, "qint4": 4, "int2": 2, "qint2": 2},
 }
 """`weights` -> bits."""
@@ -235,7 +256,7 @@ _INT8_STATIC = Activations(bits=8, floating=False, shared="tensor", dynamic=Fals
 _FP8_STATIC = Activations(bits=8, floating=True, shared="tensor", dynamic=False)
 _QUANTO_ACTIVATIONS = {
     **dict.fromkeys(("int8", "qint8"), _INT8_STATIC),
-    **dict.fromkeys(("float8", "qfloat8", "qfloat8_e4m3fn"), _FP8_STATIC),
+    **dict.fromkeys(("float8", "qfloat8", "qfloat8_e4m3fn", "qfloat8_e5m2"), _FP8_STATIC),
 }
 
 

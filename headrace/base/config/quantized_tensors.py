@@ -62,6 +62,8 @@ _READ_AS_STORED = {
     *("mlx", "mlx-mxfp4", "mlx-nvfp4", "quark-uint4", "quark-int4"),
     *(
         "bitblas",
+        "int8-blocks",
+        "signed-pairs",
         "quanto",
         "quanto-packed",
         "row-integers",

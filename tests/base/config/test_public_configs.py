@@ -146,6 +146,18 @@ READ: dict[str, tuple[Any, tuple[str, int, tuple[int, int] | None]]] = {
     ),
     "AutoRound e4m3": (ROUND_E4M3, ("scaled", 8, (1, 0))),
     "AutoRound e4m3 of a tensor": ({**ROUND_E4M3, "group_size": 0}, ("scaled", 8, (0, 0))),
+    "AutoRound e4m3 of blocks": (
+        {**ROUND_E4M3, "group_size": [128, 64]}, ("fp8-blocks", 8, (128, 64))
+    ),
+    "AutoRound e5m2": ({**ROUND_E4M3, "fmt": "e5m2"}, ("scaled-e5m2", 8, (1, 0))),
+    "AutoRound MXINT4": (
+        {**ROUND_MX, "data_type": "mx_int", "packing_format": "auto_round:mxint4"},
+        ("mxint4-packed", 4, (1, 32)),
+    ),
+    "SINQ of levels": (
+        {"quant_method": "sinq", "method": "sinq_nf4_quantAux"}, ("sinq-nf4", 4, None)
+    ),
+    "W4A8 of SGLang": ({"quant_method": "w4afp8"}, ("fp8-blocks", 8, (128, 128))),
     "INC": ({**ROUND, "quant_method": "inc"}, ("gptq", 4, (1, 128))),
     "W4A16": (compressed(INT4, "pack-quantized"), ("packed", 4, (1, 128))),
     "W4A16, ordered in quantization alone": (
@@ -331,12 +343,19 @@ REFUSED: dict[str, tuple[Any, str]] = {
         {**ROUND_MX, "data_type": "nv_fp", "packing_format": "auto_round:nv_fp"}, "group_size"
     ),
     "AutoRound MXFP6": ({**ROUND_MX, "bits": 6}, "bits"),
-    "AutoRound of integers in MXFP4's parts": ({**ROUND_MX, "data_type": "mx_int"}, "data_type"),
+    "AutoRound of integers in MXFP4's parts": (
+        {**ROUND_MX, "data_type": "mx_int"}, "packing_format"
+    ),
+    "AutoRound of other integers": (
+        {**ROUND_MX, "data_type": "mx_int8", "packing_format": "auto_round:mx_int"}, "data_type"
+    ),
     "AutoRound MXFP4 for others": (
         {**ROUND_MX, "packing_format": "auto_round:llm_compressor"}, "packing_format"
     ),
-    "AutoRound e5m2": ({**ROUND_E4M3, "fmt": "e5m2"}, "fmt"),
-    "AutoRound e4m3 of blocks": ({**ROUND_E4M3, "group_size": [128, 128]}, "group_size"),
+    "AutoRound e3m4": ({**ROUND_E4M3, "fmt": "e3m4"}, "fmt"),
+    "AutoRound e5m2 of blocks": (
+        {**ROUND_E4M3, "fmt": "e5m2", "group_size": [128, 128]}, "group_size"
+    ),
     "AutoRound of floats beside integers": (
         {**ROUND, "extra_config": {"model.layers.0": {"data_type": "mx_fp"}}}, "data_type"
     ),
@@ -382,8 +401,8 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "HIGGS without its kernels": ({"quant_method": "higgs", "bits": 4}, "tune_metadata"),
     "SpQR in other tiles": ({"quant_method": "spqr", "beta1": 32}, "beta1"),
     "SINQ in tiles": ({"quant_method": "sinq", "tiling_mode": "2D"}, "tiling_mode"),
-    "SINQ of levels": ({"quant_method": "sinq", "method": "sinq_nf4"}, "method"),
-    "Quanto of e5m2": ({"quant_method": "quanto", "weights": "qfloat8_e5m2"}, "weights"),
+    "SINQ of other levels": ({"quant_method": "sinq", "method": "sinq_fp4"}, "method"),
+    "Quanto of e3m4": ({"quant_method": "quanto", "weights": "qfloat8_e3m4"}, "weights"),
     "Quanto of a size unknown": ({"quant_method": "quanto", "weights": "int4"}, "weights"),
     "Gemma of 3 bits": ({"quant_method": "gemma", "num_bits": 3}, "num_bits"),
     "MXFP8 in blocks": (

@@ -7,6 +7,7 @@ compressed-tensors 0.9 write it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -40,6 +41,24 @@ def _nvfp4(
 def powers(tensor: QuantizedTensor, read: Read, rows: slice, columns: slice) -> Groups:
     """value * 2 ** (scale - 127)."""
     scales = powers_of_two(read("scales", rows, slice(None)))
+    return _grouped(tensor, _values(read, rows, columns), scales, columns)
+
+
+def mxint4(tensor: QuantizedTensor, read: Read, rows: slice, columns: slice) -> Groups:
+    """AutoRound's MXINT4: quarters from 0 to 7 of them and a sign, times 2 ** (scale - 127)."""
+    bits = _bits(read, rows, columns).to(torch.int8)
+    values = torch.where(bits > 7, 8 - bits, bits).float() / 4
+    return _grouped(tensor, values, powers_of_two(read("scales", rows, slice(None))), columns)
+
+
+def e5m3(tensor: QuantizedTensor, read: Read, rows: slice, columns: slice) -> Groups:
+    """AutoRound's NVFP4 without an outer scale: those of groups are bytes of five bits of exponent
+    and three of mantissa, without a sign."""
+    stored = read("scales", rows, slice(None)).int()
+    exponents, parts = stored >> 3, (stored & 7) / 8
+    scales = torch.where(
+        exponents == 0, parts * 2**-14, torch.ldexp(1 + parts, exponents - 15)
+    ).masked_fill(stored == 255, math.nan)
     return _grouped(tensor, _values(read, rows, columns), scales, columns)
 
 

@@ -12,6 +12,7 @@ import torch
 
 from headrace.back.quant.formats.groups import Groups, Read, column_groups
 from headrace.base.config.further_arrangements import SINQ_PARTS, WORD_FIELDS
+from headrace.base.config.levels import LEVELS
 from headrace.base.config.quantized_tensors import QuantizedTensor
 
 
@@ -45,12 +46,44 @@ def sinq(tensor: QuantizedTensor, read: Read, rows: slice, columns: slice) -> Gr
     """(value - zero) * scale, times a scale of the input [1, I]."""
     values, span = _rows(tensor, read, rows)
     groups = Groups(
-        values_RC=values[:, columns],
+        values_RC=_levels(tensor, values[:, columns]),
         scales_RG=_auxiliary(tensor, read, "scales")[span].reshape(len(values), -1),
         zeros_RG=_auxiliary(tensor, read, "zeros")[span].reshape(len(values), -1),
         group_C=_groups(tensor, columns, values.device),
     )
     return groups.times_inputs(read("columns", slice(None), columns)[0])
+
+
+def sinq_tiles(tensor: QuantizedTensor, read: Read, rows: slice, columns: slice) -> Groups:
+    """(value - zero) * scale of the row * scale of the column, of square tiles: scales and zero
+    points lie tile by tile, tiles row by row."""
+    values, _ = _rows(tensor, read, rows)
+    size, across = _size(tensor), tensor.shape[1] // _size(tensor)
+    tile_R, row_R = _tile_and_place(rows, size, values.device)
+    tile_C, column_C = _tile_and_place(columns, size, values.device)
+    tile_RC = tile_R[:, None] * across + tile_C
+    scales, zeros = (
+        _auxiliary(tensor, read, role).view(-1, size)[tile_RC, row_R[:, None]]
+        for role in ("scales", "zeros")
+    )
+    numbers = _levels(tensor, values[:, columns]).float()
+    weight = (numbers - zeros) * scales * read("columns").float()[tile_RC, 0, column_C]
+    return Groups(values_RC=weight, scales_RG=weight.new_ones(1, 1))
+
+
+def _tile_and_place(
+    span: slice, size: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    places = torch.arange(span.start, span.stop, device=device)
+    return places // size, places % size
+
+
+def _levels(tensor: QuantizedTensor, values: torch.Tensor) -> torch.Tensor:
+    """What the indices of levels of normal values stand for."""
+    kind = tensor.numbers.arrangement.rpartition("-")[2]
+    if kind not in LEVELS:
+        return values
+    return torch.tensor(LEVELS[kind], device=values.device)[values.int()]
 
 
 def _auxiliary(tensor: QuantizedTensor, read: Read, role: str) -> torch.Tensor:

@@ -202,6 +202,19 @@ def torchao(tensor: QuantizedTensor, read: Read, rows: slice, columns: slice) ->
     )
 
 
+def signed_pairs(tensor: QuantizedTensor, read: Read, rows: slice, columns: slice) -> Groups:
+    """Values [O, I / 2], signed, the first of two in the lower half; scales [O, G], floats."""
+    halves = slice(columns.start // 2, -(-columns.stop // 2))
+    packed = read("values", rows, halves)
+    both = torch.stack((packed << 4 >> 4, packed >> 4), -1).flatten(-2)
+    first = columns.start % 2
+    return Groups(
+        values_RC=both[:, first : first + columns.stop - columns.start],
+        scales_RG=read("scales", rows, slice(None)).float(),
+        group_C=_groups(tensor, read, columns, packed.device),
+    )
+
+
 def modelopt(tensor: QuantizedTensor, read: Read, rows: slice, columns: slice) -> Groups:
     """Values [O / 2, I], signed, the first of two outputs in the lower half; scales [O, G]."""
     halves = slice(rows.start // 2, -(-rows.stop // 2))

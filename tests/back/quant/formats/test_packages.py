@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from headrace.base.config.levels import LEVELS
 from headrace.base.errors import CheckpointError
 from tests.back.quant.formats.stored_weights import Stored, open_weight
 from tests.back.quant.formats.test_formats import assert_rectangles, bit_stream, integers
@@ -72,6 +73,66 @@ def test_sinq_has_scales_of_inputs_too(bits: int, auxiliary: bool, tmp_path: Pat
         open_weight(tmp_path, config, stored)
 
 
+NF4 = torch.tensor(LEVELS["nf4"])
+
+
+def test_sinq_of_levels_of_normal_values(tmp_path: Path) -> None:
+    """Its indices mean levels of nf4; zero points are subtracted from these."""
+    stored, _ = sinq_stored(4, auxiliary=False)
+    config = {"quant_method": "sinq", "nbits": 4, "group_size": 32, "method": "sinq_nf4"}
+    with closing(open_weight(tmp_path, {**config, "method": "sinq"}, stored)) as source:
+        plain = torch.empty(16, 128)
+        source.copy("module.weight", (16, 128), (slice(0, 16), slice(0, 128)), plain)
+    scales, zeros = (stored[f"module.meta.{one}"].view(16, 4) for one in ("scale", "zero"))
+    scales, zeros = (one.repeat_interleave(32, 1) for one in (scales, zeros))
+    scales = scales * stored["module.meta.scale2"]
+    indices = (plain / scales + zeros).round().long()
+    with closing(open_weight(tmp_path, config, stored)) as source:
+        assert_rectangles(source, "module.weight", (NF4[indices] - zeros) * scales)
+    with pytest.raises(CheckpointError, match=r"nbits is 3.* 4, of nf4"):
+        open_weight(tmp_path, {**config, "nbits": 3}, stored)
+
+
+@pytest.mark.parametrize("method", ["sinq", "sinq_nf4", "sinq_quantAux"])
+def test_sinq_in_square_tiles(method: str, tmp_path: Path) -> None:
+    """Scales and zero points of each tile's rows, a scale of each of its columns."""
+    generator = torch.Generator().manual_seed(4)
+    outputs, inputs, size = 32, 64, 16
+    codes = torch.randint(0, 16, (outputs, inputs), generator=generator)
+    tiles = (2, 4)
+    rows, zeros = torch.rand(2, *tiles, size, generator=generator)
+    columns = torch.rand(*tiles, size, generator=generator)
+    stored = {
+        "module.W_q": packed_rows(codes.view(-1, size), 4),
+        "module.meta.scale2": columns.view(-1, 1, size),
+        "module.meta.zero": zeros.view(-1, size, 1),
+        "module.meta.scale": rows.view(-1, size, 1),
+    }
+    if method.endswith("quantAux"):
+        x = torch.randint(0, 256, (32, 4), generator=generator)
+        steps = torch.rand(1, 4, generator=generator)
+        del stored["module.meta.scale"]
+        stored |= {"module.meta.scale.x": x.to(torch.uint8), "module.meta.scale.s": steps}
+        stored["module.meta.scale.m"] = torch.ones(1, 4)
+        rows = (x * steps + 1).view(*tiles, size)
+    weight = torch.empty(outputs, inputs)
+    for o in range(outputs):
+        for i in range(inputs):
+            number = NF4[codes[o, i]] if "nf4" in method else codes[o, i]
+            tile = (o // size, i // size)
+            own = number - zeros[tile][o % size]
+            weight[o, i] = own * rows[tile][o % size] * columns[tile][i % size]
+    config = {"quant_method": "sinq", "nbits": 4, "group_size": size, "method": method}
+    config |= {"tiling_mode": "2D", "hidden_size": inputs}
+    with closing(open_weight(tmp_path, config, stored)) as source:
+        assert_rectangles(source, "module.weight", weight)
+    with pytest.raises(CheckpointError, match=r"8 tiles of 16 x 16 are no 26 x 77"):
+        open_weight(tmp_path, {**config, "hidden_size": 77}, stored)
+    del config["hidden_size"]
+    with pytest.raises(CheckpointError, match=r"tiling_mode .* 1D, where hidden_size is not"):
+        open_weight(tmp_path, config, stored)
+
+
 def quanto_stored(bits: int, *, whole: bool) -> tuple[Stored, torch.Tensor]:
     """Shifts that are whole numbers come before the scale, others behind it."""
     generator = torch.Generator().manual_seed(bits)
@@ -118,18 +179,20 @@ def test_quanto_in_groups_is_kept(bits: int, whole: bool, tmp_path: Path) -> Non
         open_weight(tmp_path, quanto(f"qint{bits}", hidden_size=288), stored)
 
 
-@pytest.mark.parametrize("weights", ["qint8", "qfloat8_e4m3fn"])
+@pytest.mark.parametrize("weights", ["qint8", "qfloat8_e4m3fn", "qfloat8_e5m2"])
 def test_quanto_of_a_byte_has_a_scale_for_each_output(weights: str, tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(3)
     values = torch.randint(-127, 128, (24, 48), generator=generator).float()
-    dtype = torch.int8 if weights == "qint8" else torch.float8_e4m3fn
+    dtypes = {"qint8": torch.int8, "qfloat8_e5m2": torch.float8_e5m2}
+    dtype = dtypes.get(weights, torch.float8_e4m3fn)
     stored = {
         "module.weight._data": values.to(dtype),
         "module.weight._scale": torch.rand(24, 1, generator=generator).bfloat16(),
     }
     weight = values.to(dtype).float() * stored["module.weight._scale"].float()
     with closing(open_weight(tmp_path, quanto(weights), stored)) as source:
-        assert source.entries["module.weight"].scheme == ("int8" if weights == "qint8" else "fp8")
+        kept = {"qint8": "int8", "qfloat8_e4m3fn": "fp8"}
+        assert source.entries["module.weight"].scheme == kept.get(weights, "")
         assert_rectangles(source, "module.weight", weight)
 
 
@@ -252,57 +315,4 @@ def test_rows_of_bitblas(bits: int, scheme: str, tmp_path: Path) -> None:
         assert_rectangles(source, "module.weight", weight)
     stored["module.qweight"] = stored["module.qweight"].view(2, 16, -1, 16)
     with pytest.raises(CheckpointError, match=r"tiles of a GPU's own \(propagate_b\) are not read"):
-        open_weight(tmp_path, config, stored)
-
-
-def auto_round_stored(kind: str) -> tuple[Stored, dict[str, Any], torch.Tensor]:
-    generator = torch.Generator().manual_seed(9)
-    outputs, inputs = 12, 128
-    group = {"mx_fp4": 32, "mx_fp8": 32, "nv_fp": 16, "fp8": inputs}[kind]
-    bits = 4 if kind in ("mx_fp4", "nv_fp") else 8
-    config = {
-        "quant_method": "auto-round",
-        "bits": bits,
-        "group_size": group,
-        "data_type": kind,
-        "sym": True,
-    }
-    if bits == 4:
-        values = torch.randint(0, 16, (outputs, inputs), generator=generator)
-        levels = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-        numbers = levels[values & 7] * (1 - 2 * (values >> 3))
-        stored = {"module.weight_packed": (values[:, 1::2] << 4 | values[:, ::2]).to(torch.uint8)}
-    else:
-        stored = {
-            "module.weight": torch.randn(outputs, inputs, generator=generator).to(
-                torch.float8_e4m3fn
-            )
-        }
-        numbers = stored["module.weight"].float()
-    if kind.startswith("mx"):
-        powers = torch.randint(120, 132, (outputs, inputs // group), generator=generator)
-        stored["module.weight_scale"] = powers.to(torch.uint8)
-        scales = 2.0 ** (powers - 127)
-    elif kind == "nv_fp":
-        scales = torch.randint(1, 9, (outputs, inputs // group), generator=generator).float()
-        stored["module.weight_scale"] = scales.to(torch.float8_e4m3fn)
-        stored["module.weight_global_scale"] = torch.tensor([320.0])
-        stored["module.input_global_scale"] = torch.tensor([64.0])
-        scales = scales / 320
-    else:
-        stored["module.weight_scale"] = torch.rand(outputs, generator=generator).bfloat16()
-        stored["module.input_scale"] = torch.tensor([0.5], dtype=torch.bfloat16)
-        scales = stored["module.weight_scale"].float()[:, None]
-        config |= {"group_size": -1, "act_bits": 8, "act_dynamic": False}
-    return stored, config, numbers * scales.repeat_interleave(group, 1)
-
-
-@pytest.mark.parametrize("kind", ["mx_fp4", "mx_fp8", "nv_fp", "fp8"])
-def test_floats_of_auto_round(kind: str, tmp_path: Path) -> None:
-    stored, config, weight = auto_round_stored(kind)
-    with closing(open_weight(tmp_path, config, stored)) as source:
-        assert list(source.entries) == ["module.weight"]
-        assert_rectangles(source, "module.weight", weight)
-    del stored["module.weight_scale"]
-    with pytest.raises(CheckpointError, match=r"module\.weight_scale is missing"):
         open_weight(tmp_path, config, stored)
