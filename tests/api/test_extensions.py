@@ -78,8 +78,7 @@ class Lines:
 """
 PARSERS = """
 HEADRACE_API = 1
-from headrace.front.text.parsing.families_reasoning import ReasoningFamily
-from headrace.front.text.parsing.reasoning import ReasoningTags
+from headrace.front.text.parsing.families_reasoning import ReasoningFamily, ReasoningTags
 
 muse = ReasoningFamily(name="muse", marks=(), tags=ReasoningTags(open="the", close="fox"))
 """

@@ -14,7 +14,8 @@ from headrace.base.config.resolved import TextSpec
 from headrace.base.wire.request import SamplingParams
 from headrace.front.client.events import Generation
 from headrace.front.text.parsing.engine import CallArguments, CallBegin, Content, Part, Reasoning
-from headrace.front.text.parsing.parser import AnswerFormat, OutputParser, schemas_of
+from headrace.front.text.parsing.parser import AnswerFormat, OutputParser
+from headrace.front.text.parsing.xml_parameters import schemas_of
 from headrace.front.text.tokenizer import Tokenizer
 
 

@@ -17,7 +17,8 @@ from headrace.core.grammar.compiler import CompileLimits
 from headrace.core.grammar.hook import GrammarHook
 from headrace.front.text.parsing.engine import Part
 from headrace.front.text.parsing.families import TOOL_FAMILIES, ToolFamily
-from headrace.front.text.parsing.parser import AnswerFormat, schemas_of
+from headrace.front.text.parsing.parser import AnswerFormat
+from headrace.front.text.parsing.xml_parameters import schemas_of
 from headrace.front.text.structure.tools import required_calls, strict_calls
 from headrace.front.text.tokenizer_files import load_tokenizer
 from headrace.launch.vocabulary import vocabulary_of

@@ -11,7 +11,8 @@ import pytest
 from headrace.core.grammar.hook import GrammarHook
 from headrace.front.text.parsing.engine import Part
 from headrace.front.text.parsing.families import TOOL_FAMILIES, ToolFamily
-from headrace.front.text.parsing.parser import AnswerFormat, schemas_of
+from headrace.front.text.parsing.parser import AnswerFormat
+from headrace.front.text.parsing.xml_parameters import schemas_of
 from headrace.front.text.structure.tools import required_calls, strict_calls
 from tests.core.grammar.constrained import (
     BACKENDS,

@@ -28,8 +28,7 @@ from headrace.front.server.conversation.context import (
 )
 from headrace.front.text.parsing.engine import Content, Part, Reasoning
 from headrace.front.text.parsing.engine import joined as joined_parts
-from headrace.front.text.parsing.parser import OutputParser
-from headrace.front.text.parsing.reasoning import ReasoningTokens
+from headrace.front.text.parsing.parser import OutputParser, ReasoningTokens
 
 _QUEUED_EVENTS = 64
 _PARTS = ("queue", "prefill", "decode")

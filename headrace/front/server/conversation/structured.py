@@ -23,8 +23,9 @@ from headrace.base.wire.grammar import (
 from headrace.front.server.conversation.request import ChatRequest, Common
 from headrace.front.text.parsing.engine import unmarked
 from headrace.front.text.parsing.families import tool_family
-from headrace.front.text.parsing.parser import AnswerFormat, OutputParser, schemas_of
-from headrace.front.text.parsing.reasoning import ReasoningTags
+from headrace.front.text.parsing.families_reasoning import ReasoningTags
+from headrace.front.text.parsing.parser import AnswerFormat, OutputParser, begins_inside
+from headrace.front.text.parsing.xml_parameters import schemas_of
 from headrace.front.text.structure.requested import node_of
 from headrace.front.text.structure.tools import required_calls, strict_calls
 
@@ -274,7 +275,7 @@ def _rule(
     if budget is None and not constrained:
         return None
     unfinished = form.unfinished
-    inside = tags.begins_inside(prompt_tail, unfinished=unfinished)
+    inside = begins_inside(tags, prompt_tail, unfinished=unfinished)
     over = prompt_tail.rstrip().endswith(tags.close) or bool(unfinished)
     close = unmarked(tags.close)
     if tags.messages is not None:  # what follows the reasoning is another message

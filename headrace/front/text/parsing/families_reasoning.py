@@ -5,9 +5,26 @@ from __future__ import annotations
 
 import msgspec
 
+from headrace.front.text.parsing.blocks import BlockTags
 from headrace.front.text.parsing.families_json import INKLING_BLOCKS
 from headrace.front.text.parsing.harmony import HarmonyTags
-from headrace.front.text.parsing.reasoning import ReasoningTags
+
+
+class ReasoningTags(msgspec.Struct, frozen=True, kw_only=True):
+    """A family's tags. `always`: the answer begins inside, unless the prompt has closed the tag
+    already. `kept`: the reasoning stays in the content, tags included. `frame`: tags that enclose
+    the answer itself. `until`: what ends the reasoning without `close`, and is read as what follows
+    it. `answer`: what the answer begins with. `messages`: the whole answer is a row of messages;
+    `open` and `close` then begin its reasoning and its final message."""
+
+    open: str
+    close: str
+    always: bool = False
+    kept: bool = False
+    frame: tuple[str, ...] = ()
+    until: tuple[str, ...] = ()
+    answer: str = ""
+    messages: HarmonyTags | BlockTags | None = None
 
 
 class ReasoningFamily(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,19 +1,39 @@
 """One answer's parser: reasoning first, then content and tool calls, put together from the chosen
-families."""
+families.
+
+Reasoning is what stands between an opening and a closing tag. The prompt may have opened the tag
+already (its template does, or an unfinished message is continued). Only the beginning of the answer
+can open it, so that text about the tags stays text; the first closing tag ends it. Line breaks that
+templates put around the tags belong to the tags.
+"""
 
 from __future__ import annotations
 
+import codecs
 import secrets
 import string
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 
 from headrace.front.text.parsing.blocks import Blocks, BlockTags
 from headrace.front.text.parsing.call_syntax import CallSyntax, SyntaxCalls
-from headrace.front.text.parsing.engine import Content, Engine, Part, Plain, Sink, State
+from headrace.front.text.parsing.engine import (
+    Content,
+    Engine,
+    Part,
+    Plain,
+    Reasoning,
+    Sink,
+    State,
+    Tags,
+    literal,
+    only,
+    skip_space,
+    unmarked,
+)
 from headrace.front.text.parsing.families import (
     BareTags,
     ReasoningFamily,
@@ -22,13 +42,13 @@ from headrace.front.text.parsing.families import (
     reasoning_family,
     tool_family,
 )
+from headrace.front.text.parsing.families_reasoning import ReasoningTags
 from headrace.front.text.parsing.harmony import Harmony, HarmonyTags
 from headrace.front.text.parsing.marks import Marking
 from headrace.front.text.parsing.messages import Messages
 from headrace.front.text.parsing.named_json import NamedJson, NamedTags
 from headrace.front.text.parsing.nested_tags import NestedCalls, NestedTags
 from headrace.front.text.parsing.reader import CallReader
-from headrace.front.text.parsing.reasoning import ReasoningState, ReasoningTags
 from headrace.front.text.parsing.tagged_json import BareJson, JsonTags, TaggedJson
 from headrace.front.text.parsing.xml_parameters import ParameterTags, Schemas, XmlParameters
 from headrace.front.text.tokenizer import Tokenizer, decode_pieces
@@ -36,6 +56,9 @@ from headrace.front.text.tokenizer import Tokenizer, decode_pieces
 _TAIL_TOKENS = 64
 """Enough of a prompt to see which tag or header it ends with."""
 _LETTERS = string.ascii_letters + string.digits
+_MAX_LEAD = 64
+_BREAKS = "\r\n"
+_UTF8 = codecs.getincrementaldecoder("utf-8")
 Span = tuple[int, int | None]
 
 
@@ -117,7 +140,7 @@ class AnswerFormat(msgspec.Struct, frozen=True, kw_only=True):
         short = self.tools is not None and self.tools.ids == "short"
         return OutputParser(
             reasoning=tags,
-            inside=tags is not None and tags.begins_inside(prompt_tail, unfinished=unfinished),
+            inside=tags is not None and begins_inside(tags, prompt_tail, unfinished=unfinished),
             tools=None if self.tools is None else self.tools.grammar,
             schemas=schemas,
             only_one_call=only_one_call,
@@ -216,6 +239,99 @@ class OutputParser:
         return () if self._reasoning is None else self._reasoning.spans
 
 
+def begins_inside(tags: ReasoningTags, prompt_tail: str, *, unfinished: str | None = None) -> bool:
+    """Whether the answer begins inside the reasoning: `prompt_tail` is how the prompt ends;
+    `unfinished` is the text of the message that is continued, if one is. Earlier turns do not
+    matter."""
+    if unfinished is not None:
+        opened, closed = unmarked(tags.open), unmarked(tags.close)
+        return unfinished.rfind(opened) > unfinished.rfind(closed)
+    tail = prompt_tail.rstrip()
+    return tail.endswith(tags.open) or (tags.always and not tail.endswith(tags.close))
+
+
+class ReasoningState:
+    """Reads the reasoning, then hands over to `then`. `spans`: where it stands in the answer, in
+    characters; its end is None while it is open. `over`: no more of it can come."""
+
+    over = False
+    _leading = True
+
+    def __init__(self, engine: Engine, tags: ReasoningTags, then: State, *, inside: bool) -> None:
+        self.spans: list[Span] = [(0, None)] if inside else []
+        self._engine = engine
+        self._tags = tags
+        self._then = then
+        self._closing = Tags([tags.close, *tags.until]) if tags.until else only(tags.close)
+        self._inside = inside
+        self._mode = self._begin
+        self._breaks: list[str] = []
+
+    def step(self, text: str, at: int) -> int:
+        """Consumes the reasoning; afterwards the engine's state is another one."""
+        return self._mode(text, at)
+
+    def end(self, rest: str) -> None:
+        """An answer that ends inside its reasoning."""
+        if self._mode == self._begin and not self._inside:
+            self._engine.become(self._then)
+            reached = self._then.step(rest, 0) if rest else 0
+            self._then.end(rest[reached:])
+        elif self._mode != self._after:
+            self._add(rest)
+            if self._breaks:
+                self._engine.sink.add(Reasoning("".join(self._breaks)))
+
+    def _begin(self, text: str, at: int) -> int:
+        start = skip_space(text, at)
+        has_open = literal(text, start, self._tags.open) if start - at <= _MAX_LEAD else False
+        if has_open is None:
+            return at
+        if has_open:
+            start += len(self._tags.open)
+            self.spans = [(self._engine.consumed + start, None)]
+            self._mode = self._read
+            return start
+        if self._inside:
+            self._mode = self._read
+            return self._read(text, at)
+        self.over = True
+        self._engine.become(self._then)
+        return at
+
+    def _read(self, text: str, at: int) -> int:
+        place, tag = self._closing.find(text, at)
+        self._add(text[at:place])
+        if not tag:
+            return place
+        self.spans = [(self.spans[0][0], self._engine.consumed + place)]
+        self.over = True
+        self._breaks.clear()
+        self._mode = self._after
+        if tag != self._tags.close:
+            self._engine.become(self._then)
+            return place
+        return place + len(tag)
+
+    def _after(self, text: str, at: int) -> int:
+        while at < len(text) and text[at] in _BREAKS:
+            at += 1
+        if at < len(text):
+            self._engine.become(self._then)
+        return at
+
+    def _add(self, text: str) -> None:
+        if self._leading:
+            text = text.lstrip(_BREAKS)
+            self._leading = not text
+        body = text.rstrip(_BREAKS)
+        if body:
+            self._engine.sink.add(Reasoning("".join([*self._breaks, body])))
+            self._breaks.clear()
+        if len(body) < len(text):
+            self._breaks.append(text[len(body) :])
+
+
 def _grammar_state(
     sink: Sink, grammar: ToolGrammar | None, schemas: Schemas, frame: Sequence[str]
 ) -> State:
@@ -238,15 +354,32 @@ def _grammar_state(
             return CallReader(sink, [], frame) if frame else Plain(sink)
 
 
-def schemas_of(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """The parameters of tools in OpenAI's shape; what is malformed counts as a tool without
-    parameters."""
-    schemas: dict[str, Mapping[str, Any]] = {}
-    for tool in tools:
-        function = tool.get("function")
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            continue
-        parameters = function.get("parameters")
-        properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
-        schemas[function["name"]] = properties if isinstance(properties, Mapping) else {}
-    return schemas
+class ReasoningTokens:
+    """How many tokens of one answer are reasoning: those that begin between the tags. Counted on
+    the tokens' own text, so that it does not matter whether a tag is one token or several, whether
+    the prompt opened it, or how the stream was cut.
+
+    `pieces`: what each token adds to the text; `at`: characters counted so far.
+    """
+
+    def __init__(self, pieces: Mapping[int, str | bytes]) -> None:
+        self._pieces = pieces
+        self._decoder = _UTF8(errors="replace")
+        self.at = 0
+        self._starts: list[int] = []
+
+    def add(self, token_ids: Iterable[int]) -> None:
+        """More tokens of the answer."""
+        for token_id in token_ids:
+            self._starts.append(self.at)
+            piece = self._pieces[token_id]
+            data = piece.encode() if isinstance(piece, str) else piece
+            self.at += len(self._decoder.decode(data))
+
+    def count(self, span: Span | None) -> int:
+        """Tokens that begin inside of `span` (characters; an open end takes all that follow)."""
+        if span is None:
+            return 0
+        begin, end = span
+        last = len(self._starts) if end is None else bisect_left(self._starts, end)
+        return max(0, last - bisect_left(self._starts, begin))

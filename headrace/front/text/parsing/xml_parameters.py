@@ -245,6 +245,20 @@ class XmlParameters(CallReader):
             self._word.append(text)
 
 
+def schemas_of(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """The parameters of tools in OpenAI's shape; what is malformed counts as a tool without
+    parameters."""
+    schemas: dict[str, Mapping[str, Any]] = {}
+    for tool in tools:
+        function = tool.get("function")
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            continue
+        parameters = function.get("parameters")
+        properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
+        schemas[function["name"]] = properties if isinstance(properties, Mapping) else {}
+    return schemas
+
+
 def is_text(schema: Any) -> bool:
     """Whether a parameter with this schema can only be a text."""
     if not isinstance(schema, Mapping):

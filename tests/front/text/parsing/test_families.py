@@ -15,6 +15,7 @@ from headrace.front.text.parsing.families import (
     reasoning_family,
     tool_family,
 )
+from headrace.front.text.parsing.parser import begins_inside
 from headrace.front.text.tokenizer_files import read_facts
 from headrace.launch.locate import bundled_model
 
@@ -154,11 +155,11 @@ def test_the_prompt_decides_whether_the_answer_begins_inside(
     """REG-096, REG-098: only the turn that is being written counts."""
     family = reasoning_family("qwen3")
     assert family is not None
-    assert family.tags.begins_inside(tail, unfinished=unfinished) is inside
+    assert begins_inside(family.tags, tail, unfinished=unfinished) is inside
 
 
 def test_a_family_that_always_reasons_does_unless_the_prompt_closed_it() -> None:
     family = reasoning_family("deepseek_r1")
     assert family is not None
-    assert family.tags.begins_inside("<｜Assistant｜>")
-    assert not family.tags.begins_inside("<｜Assistant｜></think>")
+    assert begins_inside(family.tags, "<｜Assistant｜>")
+    assert not begins_inside(family.tags, "<｜Assistant｜></think>")
