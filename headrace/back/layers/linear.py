@@ -1,7 +1,9 @@
-"""Linear layers split over the tensor-parallel axis (Shoeybi et al. 2019).
+"""Linear layers split over the tensor-parallel axis (Shoeybi et al. 2019), and what those that end
+a layer's branch leave to be added to the residual.
 
 A column-parallel layer, split by outputs, may merge several checkpoint tensors into one GEMM, or
-take them from one that the checkpoint has merged itself. T tokens, I inputs, O outputs.
+take them from one that the checkpoint has merged itself. T tokens, E hidden size, I inputs, O
+outputs.
 """
 
 from __future__ import annotations
@@ -16,11 +18,15 @@ from headrace.back.kernels.fused_linear.op import FusedLinear
 from headrace.back.kernels.linear.op import Linear
 from headrace.back.kernels.linear_fp8.layout import Fp8Weight
 from headrace.back.layers.gemms import Weight, bind_adapted, bind_fused, bind_gemm
-from headrace.back.layers.norm import RMSNorm
+from headrace.back.layers.norm import BlockNorm, RMSNorm
 from headrace.back.layers.scope import Scope, not_loaded
 from headrace.back.parallel.collectives import Partial, all_reduce
 from headrace.back.parallel.param import Param, WeightPiece
 from headrace.back.parallel.shard import Part, Shard, divided, local_size
+
+Branch = torch.Tensor | Partial | None
+"""What a layer leaves to be added to the residual: nothing, a tensor, or this rank's share of a
+sum."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,9 +238,7 @@ class RowLinear:
         self._bias = scope.param("bias", (outputs,), init="zeros") if bias else None
         scope.on_finish(self._finish)
 
-    def project_into(
-        self, x_TI: torch.Tensor, residual_TO: torch.Tensor
-    ) -> torch.Tensor | Partial | None:
+    def project_into(self, x_TI: torch.Tensor, residual_TO: torch.Tensor) -> Branch:
         """The GEMM, to be added to the residual; None if that was done, by a kernel that does
         both."""
         if self._into is not None:
@@ -287,3 +291,34 @@ class WholeLinear:
     def _finish(self) -> None:
         weight_OI, bias_O = self._weight.take(), self._bias and self._bias.take()
         self.project = bind_adapted(self._scope, weight_OI, bias_O, self._adapted)
+
+
+def sum_branches(one_TE: Branch, other_TE: Branch) -> Branch:
+    """Two branches as one; the ranks' shares of both are summed together."""
+    if one_TE is None or other_TE is None:
+        return other_TE if one_TE is None else one_TE
+    if isinstance(one_TE, Partial) and isinstance(other_TE, Partial):
+        return Partial(one_TE.share + other_TE.share, one_TE.axis)
+    first_TE, second_TE = (
+        branch_TE.total() if isinstance(branch_TE, Partial) else branch_TE
+        for branch_TE in (one_TE, other_TE)
+    )
+    return first_TE + second_TE
+
+
+def total(branch_TE: Branch) -> torch.Tensor | None:
+    """The branch, with the shares of all ranks."""
+    return branch_TE.total() if isinstance(branch_TE, Partial) else branch_TE
+
+
+def add_norm(norm: BlockNorm | None, branch_TE: Branch, residual_TE: torch.Tensor) -> torch.Tensor:
+    """Adds a branch to the residual, in place, and norms that, if there is a norm."""
+    if branch_TE is None:
+        return residual_TE if norm is None else norm.norm(residual_TE)
+    if isinstance(branch_TE, Partial):
+        if norm is not None:
+            return norm.sum_norm(branch_TE, residual_TE)
+        branch_TE = branch_TE.total()
+    if norm is None:
+        return residual_TE.add_(branch_TE)
+    return norm.add_norm(branch_TE, residual_TE)

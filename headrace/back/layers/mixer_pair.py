@@ -13,9 +13,9 @@ import torch
 
 from headrace.back.attention.forms import CacheForm
 from headrace.back.attention.plan import Batch
+from headrace.back.layers.linear import sum_branches
 from headrace.back.layers.mixer import Mixer, MixerSpec
 from headrace.back.layers.norm import RMSNorm
-from headrace.back.layers.residual import sum_branches
 from headrace.back.layers.scope import Scope
 from headrace.back.parallel.collectives import Partial
 

@@ -7,6 +7,7 @@ Weights are float32, what the checkpoint leaves off them is added once at load.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 
@@ -101,6 +102,33 @@ SANDWICH = NormPlacement(
 )
 PARALLEL = NormPlacement(before_attention="input_layernorm", parallel=True)
 PARALLEL_TWO_NORMS = replace(PRE, parallel=True)
+
+
+class BlockNorm(Protocol):
+    """A norm of a layer's input or of a branch: `norm(x_TE)`; `add_norm(x_TE, residual_TE)` first
+    adds x into the residual, `sum_norm(partial_TE, residual_TE)` the sum of the ranks' shares."""
+
+    @property
+    def norm(self) -> Norm:
+        """y_TE of x_TE."""
+        ...
+
+    @property
+    def add_norm(self) -> AddNorm:
+        """y_TE of the residual, which has x_TE in it then."""
+        ...
+
+    def sum_norm(self, partial: Partial, residual_TE: torch.Tensor, /) -> torch.Tensor:
+        """The same for shares of ranks."""
+        ...
+
+
+class BlockNormSpec(Protocol):
+    """A kind of norm of a layer: NormSpec and others."""
+
+    def build(self, scope: Scope, width: int, *, eps: float) -> BlockNorm:
+        """The norm whose tensors lie below `scope`."""
+        ...
 
 
 class RMSNorm:

@@ -1,5 +1,5 @@
-"""What a layer asks of a residual of several streams [T, S, E]: how each of its two branches is
-connected with them. T tokens, E hidden size, S streams.
+"""A residual of several streams [T, S, E]: where it begins and ends, and what a layer asks of it,
+how each of its two branches is connected with it. T tokens, E hidden size, S streams.
 """
 
 from __future__ import annotations
@@ -8,8 +8,27 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from headrace.back.layers.residual import ResidualStreams
 from headrace.back.layers.scope import Scope
+
+
+class ResidualStreamsSpec(Protocol):
+    """A residual of several streams as data of its decoder."""
+
+    def build(self, scope: Scope, width: int) -> ResidualStreams:
+        """`scope` is that of the embedding."""
+        ...
+
+
+class ResidualStreams(Protocol):
+    """A residual of S streams, [S, T, E] or [T, S, E] as the decoder's layers keep it."""
+
+    def begin(self, x_TE: torch.Tensor) -> torch.Tensor:
+        """The streams of the tokens' embeddings."""
+        ...
+
+    def end(self, streams: torch.Tensor, /) -> torch.Tensor:
+        """x_TE behind the last layer."""
+        ...
 
 
 class StreamWeights(NamedTuple):

@@ -13,10 +13,10 @@ from headrace.back.attention.forms import CacheForm
 from headrace.back.attention.plan import Batch
 from headrace.back.layers.altup import AlternatingUpdates, AltUpTail, LearnedResidual
 from headrace.back.layers.layer_tail import InputGate
+from headrace.back.layers.linear import Branch
 from headrace.back.layers.mixer import Mixer, MixerSpec
 from headrace.back.layers.mlp import FeedForwardPlace, FeedForwardSpec
 from headrace.back.layers.norm import SANDWICH, NormSpec
-from headrace.back.layers.residual import Branch
 from headrace.back.layers.scope import Scope
 from headrace.back.models.decoder_layer import DecoderSizes, Stream
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from headrace.back.attention.plan import Batch
 from headrace.back.layers.attention import AttentionSpec
 from headrace.back.layers.layer_tail import Tail
+from headrace.back.layers.linear import add_norm, sum_branches
 from headrace.back.layers.mixer import MixerSpec
 from headrace.back.layers.mlp import FeedForwardPlace, FeedForwardSpec, GatedMLPSpec
 from headrace.back.layers.moe.mixture import MixtureSpec, RouterSpec
 from headrace.back.layers.norm import NormSpec
-from headrace.back.layers.residual import add_norm, sum_branches
 from headrace.back.layers.rope import read_rope
 from headrace.back.layers.scope import Scope
 from headrace.back.models.blocks import Decoder, DecoderSpec, LayerSpec, plain_attention, read_sizes

@@ -12,10 +12,10 @@ import torch
 from headrace.back.attention.plan import Batch
 from headrace.back.layers.block_residual import BlockMixture, BlockResidualSpec, MixtureNames
 from headrace.back.layers.layer_tail import Tail
+from headrace.back.layers.linear import Branch, total
 from headrace.back.layers.mixer import Mixer, MixerSpec
 from headrace.back.layers.mlp import FeedForwardPlace, FeedForwardSpec
 from headrace.back.layers.norm import PRE, NormSpec
-from headrace.back.layers.residual import Branch, total
 from headrace.back.layers.scope import Scope
 from headrace.back.models.decoder_layer import DecoderSizes, Stream
 

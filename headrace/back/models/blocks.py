@@ -20,11 +20,12 @@ from headrace.back.layers.classifier import classifier_of
 from headrace.back.layers.embedding import TokenEmbedding
 from headrace.back.layers.gains import EmbeddingSkipsSpec
 from headrace.back.layers.layer_tail import LayerInputsSpec
+from headrace.back.layers.linear import add_norm, total
 from headrace.back.layers.logits import LogitsHead, TopOf
-from headrace.back.layers.norm import RMS, NormSpec
+from headrace.back.layers.norm import RMS, BlockNormSpec, NormSpec
 from headrace.back.layers.positions import PositionsSpec
-from headrace.back.layers.residual import BlockNormSpec, ResidualStreamsSpec, add_norm, total
 from headrace.back.layers.scope import Scope
+from headrace.back.layers.streams import ResidualStreamsSpec
 from headrace.back.layers.vision.encoder import MediaEncoder
 from headrace.back.models.control_layer import steered
 from headrace.back.models.decoder_layer import (

@@ -14,9 +14,9 @@ from headrace.back.attention.plan import Batch
 from headrace.back.layers.attention import AttentionSpec
 from headrace.back.layers.attention_names import AttentionNames
 from headrace.back.layers.cross_attention import CrossAttentionSpec
+from headrace.back.layers.linear import Branch, add_norm, total
 from headrace.back.layers.mlp import FeedForwardPlace, FeedForwardSpec
 from headrace.back.layers.norm import NormSpec
-from headrace.back.layers.residual import Branch, add_norm, total
 from headrace.back.layers.scope import Scope
 from headrace.back.models.decoder_layer import DecoderSizes, Stream
 

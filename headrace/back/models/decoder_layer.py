@@ -15,15 +15,17 @@ from headrace.back.attention.plan import LAST, Batch, HiddenTaps
 from headrace.back.layers.adapters import AdapterSlots
 from headrace.back.layers.gains import SkipTailSpec
 from headrace.back.layers.layer_tail import LayerTailSpec, Tail
+from headrace.back.layers.linear import Branch, add_norm, sum_branches
 from headrace.back.layers.mixer import Mixer, MixerSpec
 from headrace.back.layers.mlp import GATED_MLP, FeedForwardPlace, FeedForwardSpec
-from headrace.back.layers.norm import PRE, NormPlacement, NormSpec, RMSNorm, ScaledNorm
-from headrace.back.layers.residual import (
+from headrace.back.layers.norm import (
+    PRE,
     BlockNorm,
     BlockNormSpec,
-    Branch,
-    add_norm,
-    sum_branches,
+    NormPlacement,
+    NormSpec,
+    RMSNorm,
+    ScaledNorm,
 )
 from headrace.back.layers.scope import Scope
 from headrace.back.parallel.collectives import Partial

@@ -9,8 +9,7 @@ from headrace.back.attention.plan import Batch
 from headrace.back.layers.attention import QKNorm
 from headrace.back.layers.embedding import TokenEmbedding
 from headrace.back.layers.mlp import GatedMLP
-from headrace.back.layers.norm import RMS_UNIT_OFFSET
-from headrace.back.layers.residual import BlockNorm
+from headrace.back.layers.norm import RMS_UNIT_OFFSET, BlockNorm
 from headrace.back.layers.rope import RopeSpec
 from headrace.back.layers.scope import Scope
 from headrace.back.models.encoder import (

@@ -17,8 +17,7 @@ from headrace.back.layers.embedding import TokenEmbedding
 from headrace.back.layers.layer_tail import InputGate
 from headrace.back.layers.linear import WholeLinear
 from headrace.back.layers.mlp import GatedMLP
-from headrace.back.layers.norm import RMS
-from headrace.back.layers.residual import BlockNorm
+from headrace.back.layers.norm import RMS, BlockNorm
 from headrace.back.layers.rope import read_rope
 from headrace.back.layers.scope import Scope
 from headrace.back.models.encoder import (

@@ -20,11 +20,10 @@ from headrace.back.kernels.span_attention.op import OP as SPAN_ATTENTION
 from headrace.back.kernels.span_attention.op import SpanAttentionProblem
 from headrace.back.layers.adapters import AdapterSlots
 from headrace.back.layers.attention import HeadNorm, QKNorm
-from headrace.back.layers.linear import ColumnLinear, RowLinear
+from headrace.back.layers.linear import ColumnLinear, RowLinear, total
 from headrace.back.layers.mlp import FeedForward, FeedForwardPlace
-from headrace.back.layers.norm import RMS_NO_WEIGHT, LayerNorm
+from headrace.back.layers.norm import RMS_NO_WEIGHT, BlockNorm, LayerNorm
 from headrace.back.layers.position_bias import BandBias, CausalBias, RelativeBias, SlopeBias
-from headrace.back.layers.residual import BlockNorm, total
 from headrace.back.layers.rope import Rope, RopeSpec
 from headrace.back.layers.scope import Scope, not_loaded
 from headrace.back.layers.vision.encoder import MediaEncoder

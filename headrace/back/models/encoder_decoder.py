@@ -19,10 +19,10 @@ import torch
 from headrace.back.attention.plan import Batch, EncoderBatch
 from headrace.back.kernels.upload import held
 from headrace.back.layers.embedding import TokenEmbedding
+from headrace.back.layers.linear import add_norm
 from headrace.back.layers.logits import LogitsHead, TopOf
-from headrace.back.layers.norm import NormSpec
+from headrace.back.layers.norm import BlockNorm, NormSpec
 from headrace.back.layers.positions import PositionsSpec
-from headrace.back.layers.residual import BlockNorm, add_norm
 from headrace.back.layers.scope import Scope
 from headrace.back.layers.vision.encoder import MediaEncoder
 from headrace.back.models.crossing_layer import CrossingLayerSpec

@@ -12,10 +12,10 @@ from headrace.back.attention.forms import CacheForm
 from headrace.back.attention.plan import Batch
 from headrace.back.layers.gated_residual import ResidualGate, ScaledBeforeSpec
 from headrace.back.layers.layer_tail import Tail
+from headrace.back.layers.linear import Branch, add_norm, total
 from headrace.back.layers.mixer import Mixer, MixerSpec
 from headrace.back.layers.mlp import FeedForwardPlace, FeedForwardSpec
 from headrace.back.layers.norm import RMS_NO_WEIGHT, SANDWICH, NormSpec
-from headrace.back.layers.residual import Branch, add_norm, total
 from headrace.back.layers.scope import Scope
 from headrace.back.models.decoder_layer import DecoderSizes, Stream, handed_on
 

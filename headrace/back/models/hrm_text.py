@@ -15,11 +15,10 @@ from headrace.back.attention.forms import CacheForm
 from headrace.back.attention.plan import Batch
 from headrace.back.layers.attention import AttentionNames, AttentionSpec
 from headrace.back.layers.layer_tail import Tail
-from headrace.back.layers.linear import MergedTensor
+from headrace.back.layers.linear import MergedTensor, add_norm
 from headrace.back.layers.mlp import GatedMLPSpec
 from headrace.back.layers.norm import RMS_NO_WEIGHT, NormSpec
 from headrace.back.layers.output_gate import OutputGate
-from headrace.back.layers.residual import add_norm
 from headrace.back.layers.rope import read_rope
 from headrace.back.layers.scope import Scope
 from headrace.back.models.blocks import (

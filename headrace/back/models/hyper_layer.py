@@ -12,12 +12,12 @@ import torch
 from headrace.back.attention.forms import CacheForm
 from headrace.back.attention.plan import Batch
 from headrace.back.layers.layer_tail import Tail
+from headrace.back.layers.linear import Branch
 from headrace.back.layers.mixer import Mixer, MixerSpec
 from headrace.back.layers.mlp import FeedForwardPlace, FeedForwardSpec
 from headrace.back.layers.moe.hashed import HashedMixtureSpec
 from headrace.back.layers.ngram_inputs import NGramSpec
-from headrace.back.layers.norm import PRE, NormSpec
-from headrace.back.layers.residual import BlockNorm, Branch
+from headrace.back.layers.norm import PRE, BlockNorm, NormSpec
 from headrace.back.layers.scope import Scope
 from headrace.back.layers.streams import ConnectedStreamsSpec
 from headrace.back.models.decoder_layer import DecoderSizes, Stream

@@ -17,7 +17,7 @@ from headrace.back.attention.plan import Batch
 from headrace.back.layers.attention import AttentionSpec, QKNorm
 from headrace.back.layers.attention_names import AttentionNames
 from headrace.back.layers.layer_tail import Tail
-from headrace.back.layers.linear import MergedTensor
+from headrace.back.layers.linear import MergedTensor, add_norm, total
 from headrace.back.layers.logits import TopOf
 from headrace.back.layers.mixer import Mixer
 from headrace.back.layers.mlp import FeedForwardPlace, FeedForwardSpec, GatedMLPSpec
@@ -25,7 +25,6 @@ from headrace.back.layers.moe.mixture import MixtureSpec, RouterSpec, SharedSpec
 from headrace.back.layers.moe.stacked import PairedExperts
 from headrace.back.layers.norm import NormSpec
 from headrace.back.layers.query_scale import LateLogScale
-from headrace.back.layers.residual import add_norm, total
 from headrace.back.layers.scope import Scope
 from headrace.back.layers.ssm.recurrence import ShortConv, scan_rows
 from headrace.back.layers.state_biased_attention import StateBiasedSpec

@@ -23,11 +23,11 @@ from headrace.back.layers.block_residual import (
 )
 from headrace.back.layers.clipped_attention import ClippedAttention, ClippedAttentionSpec
 from headrace.back.layers.layer_tail import Tail
+from headrace.back.layers.linear import total
 from headrace.back.layers.mlp import FeedForwardPlace, FeedForwardSpec
 from headrace.back.layers.moe.mixture import MixtureSpec, RouterSpec
 from headrace.back.layers.norm import NormSpec
 from headrace.back.layers.query_scale import LateLogScale
-from headrace.back.layers.residual import total
 from headrace.back.layers.scope import Scope
 from headrace.back.layers.ssm.recurrence import ShortConv, scan_rows
 from headrace.back.models.blocks import (

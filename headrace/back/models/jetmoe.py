@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from headrace.back.layers.moe.biased import BiasedMixtureSpec
 from headrace.back.layers.moe.mixture import MixtureSpec, RouterSpec
 from headrace.back.layers.moe.weights import MergedExperts
-from headrace.back.layers.norm import RMS
-from headrace.back.layers.residual import BlockNorm
+from headrace.back.layers.norm import RMS, BlockNorm
 from headrace.back.layers.rope import read_rope
 from headrace.back.layers.routed_attention import RoutedAttentionSpec
 from headrace.back.layers.scope import Scope

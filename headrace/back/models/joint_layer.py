@@ -9,9 +9,9 @@ import torch
 
 from headrace.back.attention.plan import Batch
 from headrace.back.layers.joint_attention import JointAttention, JointAttentionSpec
+from headrace.back.layers.linear import Branch, add_norm, total
 from headrace.back.layers.mlp import FeedForwardPlace, FeedForwardSpec
 from headrace.back.layers.norm import NormSpec
-from headrace.back.layers.residual import Branch, add_norm, total
 from headrace.back.layers.scope import Scope
 from headrace.back.models.decoder_layer import DecoderSizes, Stream
 

@@ -15,11 +15,11 @@ from headrace.back.attention.plan import Batch
 from headrace.back.layers.hashed_ngrams import HashedNGramSpec
 from headrace.back.layers.latent_attention import LatentAttentionSpec, LatentNames
 from headrace.back.layers.layer_tail import Tail
+from headrace.back.layers.linear import add_norm, sum_branches
 from headrace.back.layers.mixer import Mixer
 from headrace.back.layers.mlp import FeedForwardPlace, GatedMLPSpec
 from headrace.back.layers.moe.mixture import MixtureSpec, RouterSpec
 from headrace.back.layers.norm import NormSpec
-from headrace.back.layers.residual import add_norm, sum_branches
 from headrace.back.layers.scope import Scope
 from headrace.back.models.blocks import Decoder, DecoderSizes, DecoderSpec, read_sizes
 from headrace.back.models.decoder_layer import DecoderLayerSpec, Stream

@@ -10,8 +10,8 @@ from headrace.back.attention.forms import CacheForm
 from headrace.back.attention.plan import Batch
 from headrace.back.layers.attention import AttentionSpec
 from headrace.back.layers.layer_tail import Tail
+from headrace.back.layers.linear import add_norm
 from headrace.back.layers.norm import RMS, NormPlacement, NormSpec
-from headrace.back.layers.residual import add_norm
 from headrace.back.layers.rope import read_rope
 from headrace.back.layers.scope import Scope
 from headrace.back.models.blocks import (

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from headrace.back.attention.plan import Batch
 from headrace.back.layers.layer_tail import Tail
+from headrace.back.layers.linear import add_norm
 from headrace.back.layers.mixer import MixerSpec
 from headrace.back.layers.mlp import FeedForwardPlace, FeedForwardSpec
 from headrace.back.layers.norm import NormSpec
-from headrace.back.layers.residual import add_norm
 from headrace.back.layers.scope import Scope
 from headrace.back.models.decoder_layer import DecoderSizes, Stream, handed_on
 

@@ -9,8 +9,8 @@ from headrace.back.attention.forms import CacheForm
 from headrace.back.attention.plan import Batch
 from headrace.back.layers.kept_states import StateChange, StateChangeSpec
 from headrace.back.layers.layer_tail import Tail
+from headrace.back.layers.linear import add_norm
 from headrace.back.layers.norm import NormSpec
-from headrace.back.layers.residual import add_norm
 from headrace.back.layers.scope import Scope
 from headrace.back.models.decoder_layer import DecoderLayer, DecoderSizes, LayerSpec, Stream
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from headrace.back.attention.plan import Batch
 from headrace.back.layers.attention import AttentionSpec
 from headrace.back.layers.layer_tail import Tail
+from headrace.back.layers.linear import add_norm
 from headrace.back.layers.mixer import MixerSpec
 from headrace.back.layers.moe.mixture import Mixture, MixtureSpec, RouterSpec
 from headrace.back.layers.moe.weights import SeparateExperts
 from headrace.back.layers.norm import NormSpec
-from headrace.back.layers.residual import add_norm
 from headrace.back.layers.rope import read_rope
 from headrace.back.layers.scope import Scope
 from headrace.back.models.blocks import Decoder, DecoderSpec, plain_attention, read_sizes

@@ -8,8 +8,7 @@ from dataclasses import replace
 from headrace.back.layers.attention import AttentionSpec
 from headrace.back.layers.cross_attention import CrossAttentionSpec
 from headrace.back.layers.mlp import GATED_MLP, GatedMLP
-from headrace.back.layers.norm import RMS_UNIT_OFFSET
-from headrace.back.layers.residual import BlockNorm
+from headrace.back.layers.norm import RMS_UNIT_OFFSET, BlockNorm
 from headrace.back.layers.rope import read_rope
 from headrace.back.layers.scope import Scope
 from headrace.back.models.blocks import DecoderSizes, plain_attention, read_windows

@@ -8,10 +8,9 @@ from dataclasses import replace
 
 from headrace.back.layers.joint_attention import JointAttentionSpec
 from headrace.back.layers.mlp import GATED_MLP, GatedMLP
-from headrace.back.layers.norm import RMS_UNIT_OFFSET
+from headrace.back.layers.norm import RMS_UNIT_OFFSET, BlockNorm
 from headrace.back.layers.position_bias import BandBias
 from headrace.back.layers.qk_norm import QKNorm
-from headrace.back.layers.residual import BlockNorm
 from headrace.back.layers.rope import RopeSpec
 from headrace.back.layers.scope import Scope
 from headrace.back.models.blocks import DecoderSizes, plain_attention

@@ -24,12 +24,11 @@ from headrace.back.attention.plan import Batch
 from headrace.back.kernels.greedy.op import OP as GREEDY
 from headrace.back.kernels.greedy.op import GreedyProblem
 from headrace.back.layers.attention import AttentionSpec
-from headrace.back.layers.linear import WholeLinear
+from headrace.back.layers.linear import Branch, WholeLinear, add_norm
 from headrace.back.layers.logits import TopOf
 from headrace.back.layers.mlp import GATED_MLP, FeedForwardPlace
 from headrace.back.layers.norm import RMS
 from headrace.back.layers.qk_norm import QKNorm
-from headrace.back.layers.residual import Branch, add_norm
 from headrace.back.layers.rope import read_rope
 from headrace.back.layers.scope import Scope, not_loaded
 from headrace.back.models.blocks import Decoder, plain_attention, read_sizes

@@ -28,11 +28,10 @@ from headrace.back.kernels.greedy.op import GreedyProblem
 from headrace.back.kernels.norm_columns.op import OP as NORM_COLUMNS
 from headrace.back.kernels.norm_columns.op import NormColumns, NormColumnsProblem
 from headrace.back.layers.attention import AttentionSpec
-from headrace.back.layers.linear import WholeLinear
+from headrace.back.layers.linear import WholeLinear, add_norm
 from headrace.back.layers.logits import LogitsHead, TopOf
 from headrace.back.layers.mlp import FeedForwardPlace, FeedForwardSpec
 from headrace.back.layers.norm import RMS_NO_WEIGHT, NormSpec
-from headrace.back.layers.residual import add_norm
 from headrace.back.layers.scope import Scope, not_loaded
 from headrace.back.models.blocks import Decoder
 from headrace.back.models.decoder_layer import DecoderLayerSpec, DecoderSizes, Stream

@@ -25,8 +25,7 @@ from headrace.back.layers.mlp import (
     PlainMLP,
     PlainMLPSpec,
 )
-from headrace.back.layers.norm import RMS, NormSpec
-from headrace.back.layers.residual import BlockNorm
+from headrace.back.layers.norm import RMS, BlockNorm, NormSpec
 from headrace.back.layers.scope import Scope, not_loaded
 from headrace.back.layers.vision.bounded_mlp import BoundedMLP
 from headrace.back.parallel.shard import Part

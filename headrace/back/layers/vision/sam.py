@@ -15,8 +15,7 @@ import torch.nn.functional as F
 
 from headrace.back.layers.linear import WholeLinear
 from headrace.back.layers.mlp import ElementwiseActivation, FeedForwardPlace, PlainMLP, PlainMLPSpec
-from headrace.back.layers.norm import LAYER
-from headrace.back.layers.residual import BlockNorm
+from headrace.back.layers.norm import LAYER, BlockNorm
 from headrace.back.layers.scope import Scope
 from headrace.back.layers.vision.patches import PatchEmbedding, PatchSpec
 from headrace.back.layers.vision.windows import in_windows, out_of_windows

@@ -26,7 +26,7 @@ from headrace.back.kernels.patch_places.op import (
     rows_then_columns,
 )
 from headrace.back.kernels.upload import planned
-from headrace.back.layers.residual import BlockNorm
+from headrace.back.layers.norm import BlockNorm
 from headrace.back.layers.scope import Scope, not_loaded
 from headrace.back.layers.vision.axes_rope import AxesRope
 from headrace.back.layers.vision.encoder import Grid, Passes, run_through
