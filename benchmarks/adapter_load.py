@@ -25,7 +25,8 @@ from benchmarks.h200.shapes import write_model
 from benchmarks.lora import with_options, write_adapters
 from headrace.back.executor.choose import make_executor
 from headrace.base.config.tree import Options
-from headrace.base.wire.request import Call, EngineRequest, RowSampling, StopRules
+from headrace.base.wire.control import Call
+from headrace.base.wire.request import EngineRequest, RowSampling, StopRules
 from headrace.core.adapters import Adapters
 from headrace.core.core import EngineCore
 from headrace.launch.facts import resolve_options

@@ -15,35 +15,44 @@ import numpy as np
 
 from headrace.base import extensions
 from headrace.base.config.resolved import KVSpec, SchedulerSpec
-from headrace.base.errors import ConfigError, ContextTooLong, InvalidRequest, QueueFull, RateLimited
-from headrace.base.wire.load import MARGIN, QUANTILES, Load, order_s
-from headrace.base.wire.media import encoder_outputs
+from headrace.base.errors import (
+    ConfigError,
+    ContextTooLong,
+    InvalidRequest,
+    QueueFull,
+    RateLimited,
+    Unavailable,
+)
+from headrace.base.wire.pooling import POOLINGS
 from headrace.base.wire.repetition import MAX_PATTERN_COUNT, MAX_PATTERN_TOKENS
 from headrace.base.wire.request import (
     BOUNDS,
     LOGPROBS_MODES,
-    POOLINGS,
-    ROUTED_EXPERTS,
+    MARGIN,
+    QUANTILES,
     ROW_BOUNDS,
     ROW_INTEGERS,
     Bound,
     EngineRequest,
+    Load,
     RowSampling,
+    check_between,
+    order_s,
 )
 from headrace.base.wire.sampler_chain import SAMPLERS
 from headrace.base.wire.step import WorkerFacts
+from headrace.core.capture_checks import check_capture
 from headrace.core.kv.manager import KVManager
-from headrace.core.media_checks import check_media
-from headrace.core.request import TOKEN_BYTES
+from headrace.core.media_checks import check_media, check_spectrogram
+from headrace.core.request import TOKEN_BYTES, Request
 from headrace.core.scheduler.scheduler import Scheduler
-from headrace.core.service_state import Counters
+from headrace.core.service_state import RETRY_S, Counters, ServiceState
 
 MAX_ID = (1 << 63) - 1
 MAX_PRIORITY = 1 << 31
 MAX_TEXT = 128
 MAX_EXTRA_KEYS = 4096
 MAX_IDS = 1 << 20
-MAX_CAPTURE_BYTES = 64 << 20
 MAX_RETRY_S = 120.0
 
 _WEIGHT = Bound(0.0, sys.float_info.max, above=True)
@@ -62,20 +71,20 @@ def check_request(request: EngineRequest, facts: WorkerFacts, kv: KVManager) -> 
     num_prompt = len(request.prompt) // TOKEN_BYTES
     length = _length_limit(num_prompt, request.stop.max_tokens, facts, kv)
     if request.sampling.capture_layers:
-        _check_capture(request.sampling, length, facts)
+        check_capture(request.sampling, length, facts)
     if request.media:
         check_media(request, facts)
     return length
 
 
 def _check_scalars(request: EngineRequest) -> None:
-    _between("id", request.id, 0, MAX_ID)
-    _between("priority", request.priority, -MAX_PRIORITY, MAX_PRIORITY)
-    _between("length of tenant", len(request.tenant), 0, MAX_TEXT)
-    _between("length of cache_salt", len(request.cache_salt), 0, MAX_TEXT)
-    _between("number of extra_keys", len(request.extra_keys), 0, MAX_EXTRA_KEYS)
-    _within("weight", request.weight, _WEIGHT)
-    _within("deadline_s", request.deadline_s or 0.0, _SECONDS)
+    check_between("id", request.id, 0, MAX_ID)
+    check_between("priority", request.priority, -MAX_PRIORITY, MAX_PRIORITY)
+    check_between("length of tenant", len(request.tenant), 0, MAX_TEXT)
+    check_between("length of cache_salt", len(request.cache_salt), 0, MAX_TEXT)
+    check_between("number of extra_keys", len(request.extra_keys), 0, MAX_EXTRA_KEYS)
+    _WEIGHT.check("weight", request.weight)
+    _SECONDS.check("deadline_s", request.deadline_s or 0.0)
 
 
 def _check_prompt(prompt: bytes, width: int) -> None:
@@ -94,7 +103,7 @@ def _check_prompt(prompt: bytes, width: int) -> None:
 
 def _check_encoder(encoder: bytes, facts: WorkerFacts) -> None:
     if facts.spectrogram:
-        _check_spectrogram(encoder, facts.spectrogram)
+        check_spectrogram(encoder, facts.spectrogram)
         return
     if not facts.encoder_tokens:
         raise InvalidRequest("the model has no encoder that reads tokens", field="prompt")
@@ -107,57 +116,33 @@ def _check_encoder(encoder: bytes, facts: WorkerFacts) -> None:
         )
 
 
-def _check_spectrogram(encoder: bytes, shape: tuple[int, ...]) -> None:
-    bands, frames = shape[:2]
-    if not encoder:
-        raise InvalidRequest(
-            "the model reads speech, not text: ask by /v1/audio/transcriptions", field="prompt"
-        )
-    count, rest = divmod(len(encoder), 4 * bands)
-    if len(shape) > 2:
-        if rest or count > frames or encoder_outputs(shape, count) < 1:
-            raise InvalidRequest(
-                f"a sound of {len(encoder)} bytes; frames of {4 * bands} bytes are needed, at most "
-                f"{frames}, and enough for one output",
-                field="file",
-            )
-    elif len(encoder) != 4 * bands * frames:
-        raise InvalidRequest(
-            f"a spectrogram of {len(encoder)} bytes; {bands} bands of {frames} frames take "
-            f"{4 * bands * frames}",
-            field="file",
-        )
-    if not np.isfinite(np.frombuffer(encoder, "<f4")).all():
-        raise InvalidRequest("the spectrogram has values that are not finite", field="file")
-
-
 def _check_stop(request: EngineRequest, width: int) -> None:
     stop = request.stop
-    _between("max_tokens", stop.max_tokens, 0, MAX_ID)
-    _between("min_tokens", stop.min_tokens, 0, stop.max_tokens)
+    check_between("max_tokens", stop.max_tokens, 0, MAX_ID)
+    check_between("min_tokens", stop.min_tokens, 0, stop.max_tokens)
     _check_ids("stop_ids", stop.stop_ids, width)
     if (rule := stop.repetition) is not None:
         most = rule.max_pattern_size
-        _between("repetition_detection.max_pattern_size", most, 1, MAX_PATTERN_TOKENS)
-        _between("repetition_detection.min_pattern_size", rule.min_pattern_size, 0, most)
-        _between("repetition_detection.min_count", rule.min_count, 2, MAX_PATTERN_COUNT)
+        check_between("repetition_detection.max_pattern_size", most, 1, MAX_PATTERN_TOKENS)
+        check_between("repetition_detection.min_pattern_size", rule.min_pattern_size, 0, most)
+        check_between("repetition_detection.min_count", rule.min_count, 2, MAX_PATTERN_COUNT)
 
 
 def check_sampling(sampling: RowSampling, width: int) -> None:
     """Refuses what the sampler could not bear: numbers that are not finite, ids beyond the
     logits."""
     for name, bound in ROW_BOUNDS.items():
-        _within(name, getattr(sampling, name), bound)
+        bound.check(name, getattr(sampling, name))
     for name, least, greatest in ROW_INTEGERS:
-        _between(name, getattr(sampling, name), least, greatest)
+        check_between(name, getattr(sampling, name), least, greatest)
     _all_of("logprobs_mode", (sampling.logprobs_mode,), LOGPROBS_MODES)
     _all_of("samplers", sampling.samplers, SAMPLERS)
-    _between("logprobs", sampling.logprobs or 0, -1, width)
-    _between("prompt_logprobs", sampling.prompt_logprobs or 0, -1, width)
+    check_between("logprobs", sampling.logprobs or 0, -1, width)
+    check_between("prompt_logprobs", sampling.prompt_logprobs or 0, -1, width)
     for name in ("suppressed_ids", "logprob_ids", "dry_breaker_ids", "logit_bias"):
         _check_ids(name, tuple(getattr(sampling, name)), width)
     for bias in sampling.logit_bias.values():
-        _within("logit_bias", bias, BOUNDS["logit_bias"])
+        BOUNDS["logit_bias"].check("logit_bias", bias)
     if sampling.logits_processors:
         extensions.check_processors(sampling.logits_processors)
     for words in sampling.bad_words:
@@ -173,63 +158,6 @@ def check_sampling(sampling: RowSampling, width: int) -> None:
 def _all_of(field: str, values: tuple[str, ...], known: tuple[str, ...]) -> None:
     if not {*values} <= {*known}:
         raise InvalidRequest(f"{field}: {values}, not of {', '.join(known)}", field=field)
-
-
-def _check_capture(sampling: RowSampling, length: int, facts: WorkerFacts) -> None:
-    if ROUTED_EXPERTS in sampling.capture_layers:
-        _check_routed(length, facts)
-    if sampling.capture_layers != (ROUTED_EXPERTS,):
-        layers = tuple(one for one in sampling.capture_layers if one != ROUTED_EXPERTS)
-        _check_attention(layers, sampling.capture_heads, length, facts)
-
-
-def _check_routed(length: int, facts: WorkerFacts) -> None:
-    field = "return_routed_experts"
-    if not facts.routed_experts:
-        raise InvalidRequest(
-            f"{field}: this engine tells no experts: it needs --enable-return-routed-experts, and a model with routed "
-            "experts that does not run by way of transformers",
-            field=field,
-        )
-    layers, most = facts.routed_experts
-    num_bytes = 4 * length * layers * most
-    if num_bytes > MAX_CAPTURE_BYTES:
-        raise InvalidRequest(
-            f"{field}: {most} experts in {layers} layers over up to {length} tokens are {num_bytes >> 20} MiB, at most "
-            f"{MAX_CAPTURE_BYTES >> 20} MiB are told: lower max_tokens",
-            field=field,
-        )
-
-
-def _check_attention(
-    layers: tuple[int, ...], heads: tuple[int, ...], length: int, facts: WorkerFacts
-) -> None:
-    field = "attn_capture"
-    if not facts.capture_layers:
-        raise InvalidRequest(
-            f"{field}: this engine tells no attention weights: it needs --attention-capture, one device, and a model "
-            "that does not run by way of transformers",
-            field=field,
-        )
-    _between(f"{field}_layers", min(layers), 0, facts.capture_layers - 1)
-    _between(f"{field}_layers", max(layers), 0, facts.capture_layers - 1)
-    if heads:
-        if len(heads) != len(layers):
-            raise InvalidRequest(
-                f"capture_heads has {len(heads)} entries, capture_layers {len(layers)}",
-                field="capture_heads",
-            )
-        _between("capture_heads", min(heads), 0, facts.capture_heads - 1)
-        _between("capture_heads", max(heads), 0, facts.capture_heads - 1)
-    span = max([length, *(group.span or 0 for group in facts.groups)])
-    num_bytes = 4 * len(layers) * (1 if heads else facts.capture_heads) * length * span
-    if num_bytes > MAX_CAPTURE_BYTES:
-        raise InvalidRequest(
-            f"{field}: {len(layers)} layers of {facts.capture_heads} heads over up to {length} tokens are "
-            f"{num_bytes >> 20} MiB, at most {MAX_CAPTURE_BYTES >> 20} MiB are told: ask for fewer layers, or lower "
-            "max_tokens",
-            field=field,
-        )
 
 
 def _length_limit(num_prompt: int, max_tokens: int, facts: WorkerFacts, kv: KVManager) -> int:
@@ -261,6 +189,15 @@ def check_stated_length(spec: KVSpec, kv: KVManager) -> None:
         f"{kv.least_needed(spec.least_tokens)} are needed): raise the one or lower the other",
         field="max_model_len",
     )
+
+
+def check_open(service: ServiceState, load: Load) -> None:
+    """Unavailable where no request is taken: while draining, and without weights."""
+    if service.lost:
+        raise Unavailable(service.lost, retry_after_s=RETRY_S)
+    if service.draining:
+        wait_s = retry_after_s(load, ahead=load.waiting)
+        raise Unavailable("the engine is draining", retry_after_s=wait_s)
 
 
 def check_policy(spec: SchedulerSpec, request: EngineRequest) -> None:
@@ -329,6 +266,15 @@ def check_queue(spec: SchedulerSpec, load: Load, num_tokens: int) -> None:
         )
 
 
+def worse_waiting(scheduler: Scheduler, wire: EngineRequest) -> Request | None:
+    """Under the priority policy: the queued request that must make room for a more urgent one."""
+    if scheduler.spec.policy != "priority":
+        return None
+    fresh = (request for request in scheduler.queue if request.scheduled_at is None)
+    worst = max(fresh, key=lambda request: request.key, default=None)
+    return worst if worst is not None and worst.wire.priority > wire.priority else None
+
+
 def check_deadline(load: Load, request: EngineRequest, *, ahead: float) -> None:
     """Refuses a request that, with so many before it, is not expected to be done in its time. For
     those that cannot start at once: how long an answer becomes is only a guess."""
@@ -377,24 +323,12 @@ def _check_pooling(request: EngineRequest, facts: WorkerFacts) -> None:
         known = ", ".join(POOLINGS)
         raise InvalidRequest(f"pooling is {pooling.how!r}, not one of {known}", field="pooling")
     for name in ("second_at", "first"):
-        _between(name, getattr(pooling, name), 0, len(request.prompt) // TOKEN_BYTES)
-
-
-def _between(name: str, value: int, low: int, high: int) -> None:
-    if not low <= value <= high:
-        raise InvalidRequest(
-            f"{name} is {value}, allowed is {low} .. {high}", field=name.split()[-1]
-        )
-
-
-def _within(name: str, value: float, bound: Bound) -> None:
-    if not bound.holds(value):
-        raise InvalidRequest(f"{name} is {value}, allowed is {bound}", field=name)
+        check_between(name, getattr(pooling, name), 0, len(request.prompt) // TOKEN_BYTES)
 
 
 def _check_ids(name: str, ids: tuple[int, ...], width: int) -> None:
     if not ids:
         return
-    _between(f"number of {name}", len(ids), 0, MAX_IDS)
-    _between(name, min(ids), 0, width - 1)
-    _between(name, max(ids), 0, width - 1)
+    check_between(f"number of {name}", len(ids), 0, MAX_IDS)
+    check_between(name, min(ids), 0, width - 1)
+    check_between(name, max(ids), 0, width - 1)

@@ -19,17 +19,15 @@ from headrace.base.errors import (
     Conflict,
     HeadraceError,
     InvalidRequest,
-    Unavailable,
     WireError,
     to_wire,
 )
 from headrace.base.telemetry import log as logs
-from headrace.base.wire.request import Call, Reply
+from headrace.base.wire.control import Call, Reply
 from headrace.core import reports, slots
 from headrace.core.adapters import NO_ADAPTERS, Adapters
-from headrace.core.admission import load_of, retry_after_s
 from headrace.core.draining import Drain
-from headrace.core.lifecycle import RETRY_S, ExecutorHost, ExecutorLifecycle
+from headrace.core.lifecycle import ExecutorHost, ExecutorLifecycle
 from headrace.core.output_processor import OutputBuffer
 from headrace.core.reports import Document, EngineView
 from headrace.core.request import Request
@@ -79,17 +77,6 @@ def pause_is_complete(engine: ControlledEngine) -> bool:
     if engine.service.pause is PauseMode.WAIT:
         return engine.scheduler.num_running == 0 and not _has_begun(engine)
     return True
-
-
-def check_open(engine: ControlledEngine) -> None:
-    """Unavailable where no request is taken: while draining, and without weights."""
-    service = engine.service
-    if service.lost:
-        raise Unavailable(service.lost, retry_after_s=RETRY_S)
-    if service.draining:
-        load = load_of(engine.scheduler, engine.counters)
-        wait_s = retry_after_s(load, ahead=load.waiting)
-        raise Unavailable("the engine is draining", retry_after_s=wait_s)
 
 
 class Control:

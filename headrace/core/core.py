@@ -25,20 +25,22 @@ from headrace.base.errors import (
     WireError,
     to_wire,
 )
-from headrace.base.wire.load import Load
-from headrace.base.wire.request import Call, EngineRequest, Finished, Hello, Reply
+from headrace.base.wire.control import Call, Hello, Reply
+from headrace.base.wire.request import EngineRequest, Finished, Load
 from headrace.core.adapter_choice import adapted
 from headrace.core.adapters import BASE, Adapters
 from headrace.core.admission import (
     check_deadline,
+    check_open,
     check_policy,
     check_queue,
     check_request,
     check_share,
     latest_start_s,
     load_of,
+    worse_waiting,
 )
-from headrace.core.control import Control, check_open, pause_is_complete
+from headrace.core.control import Control, pause_is_complete
 from headrace.core.jump_forward import JumpForward
 from headrace.core.kv.build import kv_manager_of
 from headrace.core.kv.manager import KVManager
@@ -219,7 +221,8 @@ class EngineCore:
     def _admit(self, wire: EngineRequest) -> None:
         if wire.id in self.requests:
             raise Conflict(f"request {wire.id} is in flight already", field="id")
-        check_open(self)
+        load = load_of(self.scheduler, self.counters)
+        check_open(self.service, load)
         facts = self.executor.facts
         length_limit = check_request(wire, facts, self.kv)
         check_policy(self.spec, wire)
@@ -235,7 +238,6 @@ class EngineCore:
             adapter=adapter,
             uncut=uncut_spans(wire, facts, self.spec.max_step_tokens) if apart else (),
         )
-        load = load_of(self.scheduler, self.counters)
         tokens = self.requests.prompt_tokens_of(wire.tenant)
         check_share(self.spec, load, tokens, request.num_prompt)
         self._check_queue(request, load)
@@ -254,19 +256,10 @@ class EngineCore:
         try:
             check_queue(self.spec, load, request.num_prompt)
         except Unavailable as full:
-            worst = self._worse_waiting(request.wire)
+            worst = worse_waiting(self.scheduler, request.wire)
             if worst is None:
                 raise
             self.end(worst, "error", error=to_wire(full))
-
-    def _worse_waiting(self, wire: EngineRequest) -> Request | None:
-        """Under the priority policy: the queued request that must make room for a more urgent
-        one."""
-        if self.spec.policy != "priority":
-            return None
-        fresh = (request for request in self.scheduler.queue if request.scheduled_at is None)
-        worst = max(fresh, key=lambda request: request.key, default=None)
-        return worst if worst is not None and worst.wire.priority > wire.priority else None
 
     def abort(self, ids: Iterable[int]) -> None:
         """Ends these requests; ids that are not in flight are ignored."""
@@ -322,8 +315,15 @@ class EngineCore:
             in_flight, pending = steps[0]
             if wait or pending.done():
                 self._finish_step(in_flight, pending, before_update)
-        self._control.advance(self)
+        if self._is_changing:
+            self._control.advance(self)
         return self.output_buffer.take()
+
+    @property
+    def _is_changing(self) -> bool:
+        """Whether operations look at the core behind every step."""
+        held = not self.service.admits or self.service.draining
+        return held or self.adapters is not None or self.weights.poll_at is not None
 
     def refuse_all(self, error: HeadraceError) -> None:
         """Ends everything with this error."""

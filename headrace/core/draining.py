@@ -8,7 +8,7 @@ from typing import Protocol
 import msgspec
 
 from headrace.base.errors import Conflict, InvalidRequest, Unavailable, to_wire
-from headrace.base.wire.request import Call, Reply
+from headrace.base.wire.control import Call, Reply
 from headrace.core.output_processor import OutputBuffer
 from headrace.core.reports import EngineView
 from headrace.core.service_state import RequestIndex

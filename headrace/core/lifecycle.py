@@ -24,16 +24,15 @@ from headrace.base.errors import (
     StartError,
     Unavailable,
 )
-from headrace.base.wire.request import Call
+from headrace.base.wire.control import Call
 from headrace.base.wire.step import RecordedGraphs
 from headrace.base.wire.weights import WeightOrder
 from headrace.core.ports import Executor, ExecutorSource
-from headrace.core.service_state import DROPPED, KEPT, ServiceState
+from headrace.core.service_state import DROPPED, KEPT, RETRY_S, ServiceState
 from headrace.core.weights import Weights
 
 LEVELS = (KEPT, DROPPED)
 PARTS = frozenset({"weights", "kv_cache"})
-RETRY_S = 5.0
 log = logging.getLogger(__name__)
 
 

@@ -1,11 +1,12 @@
-"""Whether a request's images, video and audio are what the model takes, and where its placeholders
-are. The front made them; this is the last line before the device."""
+"""Whether a request's images, video, audio and spectrograms are what the model takes, and where its
+placeholders are. The front made them; this is the last line before the device."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 import msgspec
+import numpy as np
 
 from headrace.base.errors import ContextTooLong, InvalidRequest
 from headrace.base.wire.media import (
@@ -18,6 +19,7 @@ from headrace.base.wire.media import (
     MediaForm,
     MediaInput,
     MediaSpan,
+    encoder_outputs,
 )
 from headrace.base.wire.request import EngineRequest
 from headrace.base.wire.step import WorkerFacts
@@ -243,3 +245,28 @@ def media_mark(media: tuple[MediaSpan, ...], start: int, end: int) -> bytes:
         for one in media
         if one.offset < end and one.offset + one.num_tokens > start
     )
+
+
+def check_spectrogram(encoder: bytes, shape: tuple[int, ...]) -> None:
+    """Refuses what is no spectrogram of this shape (WorkerFacts.spectrogram)."""
+    bands, frames = shape[:2]
+    if not encoder:
+        raise InvalidRequest(
+            "the model reads speech, not text: ask by /v1/audio/transcriptions", field="prompt"
+        )
+    count, rest = divmod(len(encoder), 4 * bands)
+    if len(shape) > 2:
+        if rest or count > frames or encoder_outputs(shape, count) < 1:
+            raise InvalidRequest(
+                f"a sound of {len(encoder)} bytes; frames of {4 * bands} bytes are needed, at most "
+                f"{frames}, and enough for one output",
+                field="file",
+            )
+    elif len(encoder) != 4 * bands * frames:
+        raise InvalidRequest(
+            f"a spectrogram of {len(encoder)} bytes; {bands} bands of {frames} frames take "
+            f"{4 * bands * frames}",
+            field="file",
+        )
+    if not np.isfinite(np.frombuffer(encoder, "<f4")).all():
+        raise InvalidRequest("the spectrogram has values that are not finite", field="file")

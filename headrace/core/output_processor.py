@@ -14,12 +14,12 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.base.errors import HeadraceError, WireError, to_wire
+from headrace.base.wire.control import Reply
+from headrace.base.wire.pooling import Pooled
 from headrace.base.wire.request import (
     Captured,
     Finished,
-    Pooled,
     PromptLogprobs,
-    Reply,
     TokenBatch,
     TokenLogprobs,
 )

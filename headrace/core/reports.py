@@ -9,7 +9,7 @@ from typing import Protocol
 
 from headrace.base.config.resolved import SchedulerSpec
 from headrace.base.process_memory import descendants, resident_bytes
-from headrace.base.wire.request import Hello
+from headrace.base.wire.control import Hello
 from headrace.base.wire.step import RecordedGraphs
 from headrace.core.adapters import Adapters
 from headrace.core.admission import load_of

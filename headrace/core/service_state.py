@@ -20,6 +20,8 @@ from enum import Enum
 from headrace.core.request import Request
 
 MAX_VERSIONS = 64
+RETRY_S = 5.0
+"""When clients may come back to a core without an executor."""
 PROMPT_DIGITS = 7  # shorter than the random part of an id, which might have digits alone
 SLACK = 1024  # entries of ended requests that may stay behind
 KEPT, DROPPED = 1, 2

@@ -31,7 +31,8 @@ from headrace.base.errors import (
     from_wire,
     to_wire,
 )
-from headrace.base.wire.request import Call, EngineRequest, Reply, RowSampling, StopRules
+from headrace.base.wire.control import Call, Reply
+from headrace.base.wire.request import EngineRequest, RowSampling, StopRules
 from headrace.base.wire.slots import (
     FORMAT,
     KVOrder,

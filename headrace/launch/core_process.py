@@ -29,14 +29,8 @@ from headrace.base.config.resolved import EngineSpec
 from headrace.base.errors import ConfigError, EngineError, StartError
 from headrace.base.process_age import process_age_s
 from headrace.base.telemetry import log as logs
-from headrace.base.wire.request import (
-    AbortRequests,
-    Call,
-    EngineRequest,
-    Hello,
-    Reply,
-    TokenBatch,
-)
+from headrace.base.wire.control import Call, Hello, Reply
+from headrace.base.wire.request import AbortRequests, EngineRequest, TokenBatch
 from headrace.base.wire.step import WorkerFacts
 from headrace.core.absent import AbsentExecutor
 from headrace.core.admission import check_stated_length, due_times, load_of

@@ -22,8 +22,9 @@ from collections.abc import Callable
 import msgspec
 
 from headrace.base.wire.codec import Codec, cut_frames
+from headrace.base.wire.control import PING, Call, Hello, Reply
 from headrace.base.wire.media import MAX_REQUEST_BYTES
-from headrace.base.wire.request import PING, Call, Hello, Reply, ToCore, ToFront
+from headrace.base.wire.request import ToCore, ToFront
 
 log = logging.getLogger(__name__)
 MAX_INCOMING_BYTES = MAX_REQUEST_BYTES + (64 << 20)

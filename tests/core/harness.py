@@ -18,11 +18,10 @@ from headrace.base.config.resolved import (
     SchedulerSpec,
     SpeculationSpec,
 )
+from headrace.base.wire.control import Call, Reply
 from headrace.base.wire.request import (
-    Call,
     EngineRequest,
     Finished,
-    Reply,
     RowSampling,
     StopRules,
     TokenLogprobs,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from headrace.base.wire.request import Reply
+from headrace.base.wire.control import Reply
 from tests.core.harness import Clock, Driver, make_request, make_spec
 
 BOTH = pytest.mark.parametrize("overlap", [True, False])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from headrace.base.wire.load import ORDER_S, Load
+from headrace.base.wire.request import ORDER_S, Load
 from headrace.core.admission import load_of
 from tests.core.harness import (
     DECODE_S,

@@ -22,7 +22,8 @@ from headrace.base.config.tree import (
     SchedulerOptions,
 )
 from headrace.base.errors import ConfigError, HeadraceError, from_wire
-from headrace.base.wire.request import Call, EngineRequest, Reply, RowSampling, StopRules
+from headrace.base.wire.control import Call, Reply
+from headrace.base.wire.request import EngineRequest, RowSampling, StopRules
 from headrace.core.slots import RememberingRows
 from headrace.launch.facts import resolve_options
 from tests.e2e.test_hybrid_drafts import SIZES

@@ -7,8 +7,7 @@ from typing import cast
 
 import pytest
 
-from headrace.base.wire.load import Load
-from headrace.base.wire.request import AbortRequests, ToFront, TokenBatch
+from headrace.base.wire.request import AbortRequests, Load, ToFront, TokenBatch
 from headrace.base.wire.step import RecordedGraphs, StepPlan
 from headrace.core.ports import Pending
 from headrace.core.reports import status

@@ -12,14 +12,11 @@ import numpy as np
 import pytest
 
 from headrace.base.wire.codec import HEADER, Codec
+from headrace.base.wire.control import PING, Call, Hello, Reply
 from headrace.base.wire.request import (
-    PING,
     AbortRequests,
-    Call,
     EngineRequest,
     Finished,
-    Hello,
-    Reply,
     RowSampling,
     StopRules,
     ToCore,

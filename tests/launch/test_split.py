@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from headrace.base.wire.request import Finished, Pooled, PromptLogprobs, TokenBatch
+from headrace.base.wire.pooling import Pooled
+from headrace.base.wire.request import Finished, PromptLogprobs, TokenBatch
 from headrace.launch.core_process import split
 
 NONE = np.zeros(0, np.int64)

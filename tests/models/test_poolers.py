@@ -23,7 +23,8 @@ from headrace.back.runner.pooler import Pooler
 from headrace.base.config.hf import ConfigReader, read_json
 from headrace.base.config.resolved import ModelSpec
 from headrace.base.errors import CheckpointError
-from headrace.base.wire.request import RowPooling, RowSampling
+from headrace.base.wire.pooling import RowPooling
+from headrace.base.wire.request import RowSampling
 from headrace.base.wire.step import RowStart
 from headrace.front.server.pooling.listwise import _Block, list_scores
 from headrace.launch.model_facts import ModelFacts

@@ -25,7 +25,8 @@ from headrace.base.config.resolved import (
     SpeculationSpec,
 )
 from headrace.base.errors import CheckpointError
-from headrace.base.wire.request import Call, EngineRequest, RowSampling, StopRules
+from headrace.base.wire.control import Call
+from headrace.base.wire.request import EngineRequest, RowSampling, StopRules
 from headrace.core.core import EngineCore
 from tests.models.oracle import BLOCK_TOKENS, load_ours, model_spec, save_oracle
 from tests.models.paged import random_rows, teacher_forced

@@ -34,7 +34,8 @@ from headrace.base.errors import (
     to_wire,
 )
 from headrace.base.wire.grammar import GRAMMAR_HOOK, NOTHING, unpack_masks
-from headrace.base.wire.request import Pooled, PromptLogprobs
+from headrace.base.wire.pooling import Pooled
+from headrace.base.wire.request import PromptLogprobs
 from headrace.base.wire.step import (
     KVGroup,
     RecordedGraphs,
@@ -59,8 +60,7 @@ DEFAULT_BLOCKS = 4096
 class NullBehaviour:
     """How the fake behaves. `eos_rate`: chance of an end token per token; `step_s` and `token_s`:
     simulated time of a step and of each of its tokens; `fails(request, position)`: that row's
-    sample fails; `dies_at`: the step that fails as a whole; `hangs_at`: the step that never
-    ends."""
+    sample fails; `dies_at`: the step that fails as a whole; `hangs_at`: that which never ends."""
 
     eos_rate: float = 0.0
     step_s: float = 0.0

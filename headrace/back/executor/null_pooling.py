@@ -10,7 +10,7 @@ import numpy as np
 
 from headrace.base.config.resolved import ModelSpec
 from headrace.base.splitmix import U64
-from headrace.base.wire.request import Pooled, RowPooling
+from headrace.base.wire.pooling import Pooled, RowPooling
 
 DEFAULT_WIDTH = 16
 

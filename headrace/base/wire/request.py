@@ -5,26 +5,36 @@ to a number, and splits it: `StopRules` is what the core needs to end a request,
 the sampler needs for one row.
 
 Front to core: `EngineRequest`, `AbortRequests`, `Call`. Core to front: `Hello`, `TokenBatch`,
-`Load`, `Reply`. A front numbers its requests with random 63-bit ids of its own making; ids from
-clients are labels only.
+`Load`, `Reply` (control.py). A front numbers its requests with random 63-bit ids of its own making;
+ids from clients are labels only.
+
+The core publishes its `Load` while requests wait. Whoever refuses a request by the time it would
+take predicts it here: an API process at once, by the request's headers, and the core for good.
 """
 
 from __future__ import annotations
 
 import math
-from typing import TypeAlias
+from bisect import bisect_right
 
 import msgspec
 import numpy as np
 
-from headrace.base.errors import WireError
+from headrace.base.errors import InvalidRequest, WireError
+from headrace.base.wire.control import Call, Hello, Reply
 from headrace.base.wire.grammar import StructuredOutputs
-from headrace.base.wire.load import Load
-from headrace.base.wire.media import MediaForm, MediaInput
+from headrace.base.wire.media import MediaInput
+from headrace.base.wire.pooling import Pooled, RowPooling
 from headrace.base.wire.repetition import RepetitionDetection
 from headrace.base.wire.sampler_chain import CHAIN_BOUNDS, ChainNumbers
 
 LOGPROBS_MODES = ("raw", "processed")
+MARGIN = 1.1
+"""A request is taken if so many times the predicted time is within its deadline."""
+ORDER_S = 10.0
+"""Requests start in the order in which they are due, one without a deadline after so long: nobody
+is overtaken by one that comes more than this much later."""
+QUANTILES = 16
 
 
 class Bound(msgspec.Struct, frozen=True):
@@ -39,6 +49,11 @@ class Bound(msgspec.Struct, frozen=True):
         high_enough = value > self.least if self.above else value >= self.least
         return high_enough and value <= self.greatest and not math.isinf(value)
 
+    def check(self, name: str, value: float) -> None:
+        """Refuses what is not allowed, by the name of its field."""
+        if not self.holds(value):
+            raise InvalidRequest(f"{name} is {value}, allowed is {self}", field=name)
+
     def __str__(self) -> str:
         start = "above" if self.above else "from"
         return f"a finite number {start} {self.least:g} to {self.greatest:g}"
@@ -49,6 +64,14 @@ class Bound(msgspec.Struct, frozen=True):
         if self.above:
             return msgspec.Meta(gt=self.least, le=most)
         return msgspec.Meta(ge=self.least, le=most)
+
+
+def check_between(name: str, value: int, low: int, high: int) -> None:
+    """Refuses a whole number outside `low` .. `high`; the last word of `name` is its field."""
+    if not low <= value <= high:
+        raise InvalidRequest(
+            f"{name} is {value}, allowed is {low} .. {high}", field=name.split()[-1]
+        )
 
 
 BOUNDS = {
@@ -180,27 +203,6 @@ class RowSampling(SamplingNumbers, frozen=True, kw_only=True, omit_defaults=True
         return self.temperature == 0.0
 
 
-POOLINGS = ("cls", "last", "mean", "tokens", "lexical")
-
-
-class RowPooling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a request that is pooled instead of continued wants of its hidden states.
-
-    `how`: the first token's, the last one's, the mean from token `first` on, every token's, or
-    "lexical": how much each word of the vocabulary weighs. `head`: one logit per label, by the
-    model's head. `second_at`: where a pair's second text begins, for models with token types."""
-
-    how: str = "last"
-    head: bool = False
-    second_at: int = 0
-    first: int = 0
-
-    @property
-    def from_last(self) -> bool:
-        """Whether the last token is enough, so that a cached prefix needs no computing."""
-        return self.how == "last"
-
-
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="add"):
     """One sequence to generate. `prompt` is little-endian int32 token ids, 4 bytes each.
 
@@ -245,64 +247,6 @@ class AbortRequests(msgspec.Struct, frozen=True, tag="abort"):
     ids: tuple[int, ...]
 
 
-PING = "ping"
-Argument: TypeAlias = int | float | str | bool | list[int | str] | None
-
-
-class Call(msgspec.Struct, frozen=True, kw_only=True, tag="call"):
-    """A control call; answered by a `Reply` with the same number once it is complete.
-
-    Operations: "status" {}, "explain" {ids: [int]}, "pause" {mode: abort|wait|keep, clear_cache:
-    bool}, "resume" {}, "is_paused" {}, "reset_prefix_cache" {running: bool}, "metrics" {}, "drain"
-    {timeout_s: float}, "abort" {labels: [str], tenant: str}, "log_level" {level: str}, "wake"
-    {parts: [str]}. PING is answered by the core's IO thread at once, also while a step takes long:
-    only a process that is stopped or gone leaves it without an answer.
-    """
-
-    number: int
-    operation: str
-    arguments: dict[str, Argument] = {}
-
-
-class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
-    """The first message of a core that is ready, and again when it changes: what the front must
-    know to check requests.
-
-    `logits_width` bounds every token id; `capacity_tokens` is the most tokens one request can ever
-    hold in the KV pool; `max_model_len` its bound by the model. `max_in_flight`: requests that may
-    run and wait together; None where a more urgent one still gets in. `step_tokens`: the most of
-    one step. `trouble`: why nothing can be served, or ""; `failing`: why answers are not to be
-    expected although requests are there, or ""; `stalled`: why nothing runs although requests wait.
-    `held`: "asleep" or "paused" while an administrator wants nothing to be answered, or "".
-    `cached_block_tokens`: whole blocks of so many tokens are kept as prefixes; 0: none.
-    `adapters`: the names of those that requests may name.
-    `weights_version`: that of the weights now. `log_level`: what an administrator wants every
-    process to log, or "". `start_s` breaks the start-up time down by phase. `media`: the kinds of
-    input beside text (none: empty), of which a request may have `media_tokens` tokens together.
-    """
-
-    logits_width: int
-    max_model_len: int
-    capacity_tokens: int
-    max_running: int
-    step_tokens: int = 8192
-    max_in_flight: int | None = None
-    num_blocks: int
-    block_tokens: int
-    cached_block_tokens: int = 0
-    trouble: str = ""
-    failing: str = ""
-    stalled: str = ""
-    held: str = ""
-    log_level: str = ""
-    weights_version: str = ""
-    adapters: tuple[str, ...] = ()
-    start_s: dict[str, float] = {}
-    decisions: list[tuple[str, str, str, str]] = []
-    media: tuple[MediaForm, ...] = ()
-    media_tokens: int = 0
-
-
 class TokenLogprobs(msgspec.Struct, frozen=True):
     """Log-probabilities of one position. Entry 0 is the token itself, then the alternatives in
     falling order, then the ids asked for by name. `rank`: the token's 1-based rank. `drawn_among`:
@@ -322,15 +266,6 @@ class PromptLogprobs(msgspec.Struct, frozen=True):
     ids: np.ndarray
     values: np.ndarray
     ranks: np.ndarray
-
-
-class Pooled(msgspec.Struct, frozen=True):
-    """Hidden states of a request after pooling, float32 [rows, width]. With "tokens", row i belongs
-    to the prompt's token `start` + i and a prompt may come in several parts; otherwise there is one
-    row and `start` is 0."""
-
-    start: int
-    values: np.ndarray
 
 
 class Captured(msgspec.Struct, frozen=True):
@@ -388,12 +323,70 @@ class TokenBatch(msgspec.Struct, kw_only=True, omit_defaults=True, tag="tokens")
     finished: list[Finished] = []
 
 
-class Reply(msgspec.Struct, frozen=True, kw_only=True, tag="reply"):
-    """The answer to a `Call`: a msgpack value, or an error."""
+def order_s(deadline_s: float | None) -> float:
+    """Seconds from its arrival by which a request's place in the queue is determined."""
+    return ORDER_S if deadline_s is None else min(deadline_s, ORDER_S)
 
-    number: int
-    result: msgspec.Raw = msgspec.Raw(b"\xc0")
-    error: WireError | None = None
+
+class Load(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="load"):
+    """`waiting` requests with `waiting_tokens` prompt tokens wait for one of `rows` rows, of which
+    `running` are taken; `rows` are those that KV blocks are there for.
+
+    `prefill_token_s`, `decode_step_s`: measured seconds that a prompt's token and a step of decodes
+    take; 0 until they are known. `prompt_tokens`, `output_tokens`: of a request lately, on average,
+    the first without those found in the cache; `computed_share`: what these are of whole prompts.
+    `steps_ahead`: steps that are submitted before one is done: so many pass from a request's start
+    to its first step, and from its last one until its row is free.
+    `dues`: quantiles of the times in seconds at which the waiting ones are due (see ORDER_S); none
+    where they start in another order."""
+
+    waiting: int = 0
+    waiting_tokens: int = 0
+    running: int = 0
+    rows: int = 0
+    prefill_token_s: float = 0.0
+    decode_step_s: float = 0.0
+    prompt_tokens: float = 0.0
+    output_tokens: float = 0.0
+    computed_share: float = 1.0
+    steps_ahead: int = 0
+    dues: tuple[float, ...] = ()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether a request that comes now has to wait."""
+        return self.waiting >= self.rows - self.running
+
+    def ahead(self, deadline_s: float) -> float:
+        """How many of the waiting ones start before a request with this deadline, by `dues`."""
+        return self.waiting * bisect_right(self.dues, order_s(deadline_s)) / len(self.dues)
+
+    def wait_s(self, ahead: float) -> float:
+        """Seconds until a request starts that has so many of the waiting ones before it: the rows
+        become free in turn, one whenever a request's share of the engine's time has passed."""
+        behind = ahead - max(self.rows - self.running, 0)
+        if behind < 0:
+            return 0.0
+        prompt = self.prompt_tokens
+        if self.waiting:
+            prompt = self.computed_share * self.waiting_tokens / self.waiting
+        steps = self.output_tokens + self.steps_ahead if self.output_tokens else 0.0
+        decode_s = steps * self.decode_step_s / max(self.running, 1)
+        return (behind + 1) * (prompt * self.prefill_token_s + decode_s)
+
+    def service_s(self, *, num_prompt: float, output_tokens: float) -> float:
+        """Seconds from its start to its end: its prompt, its steps, and the prompts of those that
+        start meanwhile."""
+        ahead_s = self.steps_ahead * self.decode_step_s
+        prompt_s = ahead_s + self.computed_share * num_prompt * self.prefill_token_s
+        if not self.output_tokens:
+            return prompt_s + output_tokens * self.decode_step_s
+        beside_s = self.running * self.prompt_tokens * self.prefill_token_s / self.output_tokens
+        return prompt_s + output_tokens * (self.decode_step_s + beside_s)
+
+    def output_of(self, *, min_tokens: int, max_tokens: int) -> float:
+        """How many tokens such a request is expected to generate."""
+        return max(min_tokens, min(max_tokens, self.output_tokens))
 
 
 ToCore = EngineRequest | AbortRequests | Call

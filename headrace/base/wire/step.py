@@ -13,13 +13,8 @@ import numpy as np
 
 from headrace.base.errors import WireError
 from headrace.base.wire.media import MediaForm, MediaSpan
-from headrace.base.wire.request import (
-    Captured,
-    Pooled,
-    PromptLogprobs,
-    RowPooling,
-    RowSampling,
-)
+from headrace.base.wire.pooling import Pooled, RowPooling
+from headrace.base.wire.request import Captured, PromptLogprobs, RowSampling
 
 
 class KVGroup(msgspec.Struct, frozen=True, kw_only=True):

@@ -21,8 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.base.errors import HeadraceError, InvalidRequest, Unsupported, from_wire, to_wire
-from headrace.base.wire.load import order_s
-from headrace.base.wire.request import EngineRequest
+from headrace.base.wire.request import EngineRequest, order_s
 from headrace.base.wire.retention import RETENTION, ROUTING_KEY
 from headrace.base.wire.transfer import TRANSFER_HOOK
 from headrace.core.ports import AdmissionHook, Ends, none_computed

@@ -18,17 +18,14 @@ import msgspec
 from headrace.base.errors import EngineDead, HeadraceError, Unavailable, from_wire
 from headrace.base.telemetry import log as logs
 from headrace.base.wire.codec import MAX_FRAME_BYTES, Codec, cut_frames
-from headrace.base.wire.load import Load
-from headrace.base.wire.request import (
+from headrace.base.wire.control import (
     PING,
     Argument,
     Call,
     Hello,
     Reply,
-    ToCore,
-    ToFront,
-    TokenBatch,
 )
+from headrace.base.wire.request import Load, ToCore, ToFront, TokenBatch
 from headrace.front.client.limits import Limits
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 0.25

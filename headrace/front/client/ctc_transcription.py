@@ -15,7 +15,7 @@ import numpy as np
 from headrace.base.config.ctc import NUMBERS
 from headrace.base.config.media import MediaSpec
 from headrace.base.errors import InvalidRequest
-from headrace.base.wire.request import RowPooling
+from headrace.base.wire.pooling import RowPooling
 from headrace.front.client.plain_transcription import (
     PlainTranscriber,
     check_untranslated,

@@ -21,7 +21,8 @@ import msgspec
 from headrace.base import splitmix
 from headrace.base.config.resolved import TextSpec
 from headrace.base.errors import HeadraceError, NotFound, Unavailable
-from headrace.base.wire.request import Hello, SamplingParams
+from headrace.base.wire.control import Hello
+from headrace.base.wire.request import SamplingParams
 from headrace.base.wire.retention import without_transfer
 from headrace.front.client.admission_retry import left_of
 from headrace.front.client.beam import beam_search

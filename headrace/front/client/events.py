@@ -16,7 +16,8 @@ import numpy as np
 
 from headrace.base.wire.grammar import Node, ReasoningRule
 from headrace.base.wire.media import MediaInput
-from headrace.base.wire.request import RowPooling, SamplingParams
+from headrace.base.wire.pooling import RowPooling
+from headrace.base.wire.request import SamplingParams
 from headrace.base.wire.retention import EngineHints
 from headrace.base.wire.transfer import KVTransferParams
 

@@ -14,7 +14,8 @@ import msgspec
 from headrace.base.config.tree import Options
 from headrace.base.errors import ConfigError
 from headrace.base.wire.media import MediaInput
-from headrace.base.wire.request import RowPooling, SamplingParams
+from headrace.base.wire.pooling import RowPooling
+from headrace.base.wire.request import SamplingParams
 from headrace.front.client.admission_retry import all_of
 from headrace.front.client.chat_output import ChatOutputParser, ToolCallOutput
 from headrace.front.client.engine import AsyncLLM

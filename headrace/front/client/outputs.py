@@ -14,11 +14,11 @@ import msgspec
 import numpy as np
 
 from headrace.base.errors import HeadraceError, from_wire
+from headrace.base.wire.pooling import Pooled
 from headrace.base.wire.request import (
     ROUTED_EXPERTS,
     Captured,
     Finished,
-    Pooled,
     PromptLogprobs,
     SamplingParams,
     StopRules,

@@ -15,7 +15,8 @@ import numpy.typing as npt
 
 from headrace.base.config.pooling import PoolingSpec
 from headrace.base.errors import EngineError, InvalidRequest
-from headrace.base.wire.request import RowPooling, SamplingParams
+from headrace.base.wire.pooling import RowPooling
+from headrace.base.wire.request import SamplingParams
 from headrace.front.client.events import Ended, Events, Generation, PooledPart
 from headrace.front.text.tokenizer import Tokenizer
 

@@ -23,8 +23,15 @@ from headrace.base.errors import (
     QueueFull,
     Unavailable,
 )
-from headrace.base.wire.load import MARGIN, Load
-from headrace.base.wire.request import AbortRequests, Finished, Hello, TokenBatch, TokenLogprobs
+from headrace.base.wire.control import Hello
+from headrace.base.wire.request import (
+    MARGIN,
+    AbortRequests,
+    Finished,
+    Load,
+    TokenBatch,
+    TokenLogprobs,
+)
 from headrace.front.client.admission_retry import RETRY_S
 from headrace.front.client.connection import Connection
 from headrace.front.client.events import Event, Generation

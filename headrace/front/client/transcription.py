@@ -24,7 +24,8 @@ from headrace.base.config.media import ProcessorSettings
 from headrace.base.config.resolved import TextSpec
 from headrace.base.errors import EngineError, InvalidRequest
 from headrace.base.wire.media import MediaInput
-from headrace.base.wire.request import RowPooling, SamplingParams
+from headrace.base.wire.pooling import RowPooling
+from headrace.base.wire.request import SamplingParams
 from headrace.front.client.events import AttentionWeights, Delta, Events, fold_written
 from headrace.front.media.job import DecodingLimits, MediaJob
 from headrace.front.media.jobs import MediaProcesses, default_size

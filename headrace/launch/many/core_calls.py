@@ -11,7 +11,8 @@ import msgspec
 
 from headrace.base.errors import EngineDead, from_wire
 from headrace.base.wire.codec import MAX_FRAME_BYTES, Codec, read_frame
-from headrace.base.wire.request import Call, Reply, ToCore, ToFront
+from headrace.base.wire.control import Call, Reply
+from headrace.base.wire.request import ToCore, ToFront
 
 TIMEOUT_S = 600.0
 Calls = Sequence[tuple[str, dict[str, Any]]]

@@ -9,7 +9,8 @@ import pytest
 from headrace.back.executor.null import NullBehaviour, NullExecutor
 from headrace.back.executor.null_pooling import DEFAULT_WIDTH
 from headrace.base.errors import EngineDead
-from headrace.base.wire.request import RowPooling, RowSampling
+from headrace.base.wire.pooling import RowPooling
+from headrace.base.wire.request import RowSampling
 from headrace.base.wire.step import RowStart, StepPlan, StepResult
 from tests.core.harness import WIDTH, Driver, make_request, make_spec, window_groups
 

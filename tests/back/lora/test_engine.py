@@ -29,7 +29,8 @@ from headrace.base.config.resolved import (
     SpeculationSpec,
 )
 from headrace.base.errors import InvalidRequest
-from headrace.base.wire.request import Call, EngineRequest, Reply, RowSampling, StopRules
+from headrace.base.wire.control import Call, Reply
+from headrace.base.wire.request import EngineRequest, RowSampling, StopRules
 from headrace.base.wire.weights import WeightOrder
 from headrace.core.adapter_choice import adapted
 from headrace.core.adapters import Adapters

@@ -18,7 +18,8 @@ from safetensors.torch import load_file, save_file
 from headrace.back.executor.choose import make_executor
 from headrace.base.config.resolved import EngineSpec, ExpertBalanceSpec
 from headrace.base.errors import from_wire
-from headrace.base.wire.request import Call, Finished, Reply
+from headrace.base.wire.control import Call, Reply
+from headrace.base.wire.request import Finished
 from headrace.base.wire.weights import WeightOrder
 from headrace.core.core import EngineCore
 from headrace.core.weights import Weights

@@ -17,14 +17,12 @@ import numpy as np
 
 from headrace.base.errors import MediaGone, QueueFull, WireError, to_wire
 from headrace.base.wire.codec import HEADER, Codec
+from headrace.base.wire.control import Call, Hello, Reply
 from headrace.base.wire.request import (
     AbortRequests,
-    Call,
     EngineRequest,
     Finished,
-    Hello,
     PromptLogprobs,
-    Reply,
     ToCore,
     TokenBatch,
     TokenLogprobs,

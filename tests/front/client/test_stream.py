@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from headrace.base.errors import QueueFull, Unavailable
-from headrace.base.wire.load import Load
-from headrace.base.wire.request import Hello
+from headrace.base.wire.control import Hello
+from headrace.base.wire.request import Load
 from headrace.front.client.stream import ENDS_KEPT, MAX_WAIT_S, RETRIES_KEPT, QueueAdmission
 
 HELLO = Hello(

@@ -16,7 +16,7 @@ import msgspec
 from headrace.base.config.pooling import PoolingSpec
 from headrace.base.errors import ContextTooLong, InvalidRequest
 from headrace.base.wire.media import MediaInput
-from headrace.base.wire.request import RowPooling
+from headrace.base.wire.pooling import RowPooling
 from headrace.front.client.admission_retry import run_admitted
 from headrace.front.client.events import Events
 from headrace.front.client.pooling import (
