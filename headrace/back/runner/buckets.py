@@ -39,17 +39,15 @@ from headrace.back.runner.replay import (
     asked_rows,
     step_tables,
 )
-from headrace.back.runner.results import ProposedDrafts, StepEvent
-from headrace.back.runner.sizes import Bucket, Buckets, SizesFactory
-from headrace.back.runner.steps import (
+from headrace.back.runner.results import (
     AwaitMasks,
-    Commit,
+    ProposedDrafts,
+    StepEvent,
     StepOutputs,
-    StepResources,
     StepTensors,
-    TakeMasks,
-    head_shortcuts,
 )
+from headrace.back.runner.sizes import Bucket, Buckets, SizesFactory
+from headrace.back.runner.steps import Commit, StepResources, TakeMasks, head_shortcuts
 from headrace.back.runner.verification import DraftVerification
 from headrace.back.sampling.in_step import (
     MOST_WORDS,

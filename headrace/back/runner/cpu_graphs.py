@@ -13,9 +13,8 @@ import torch
 
 from headrace.back.kernels.native.library import Arena, CpuGraph, NativeLibrary, Recorder, unowned
 from headrace.back.runner.replay import DeferredSampling
-from headrace.back.runner.results import PassedEvent, StepEvent
+from headrace.back.runner.results import PassedEvent, StepEvent, StepTensors
 from headrace.back.runner.sizes import Bucket
-from headrace.back.runner.steps import StepTensors
 from headrace.base.config.resolved import Decision
 
 MOST_ROWS = 64

@@ -25,9 +25,8 @@ import torch
 
 from headrace.back.runner.device_graphs import alias, capture
 from headrace.back.runner.replay import DeferredSampling
-from headrace.back.runner.results import DeviceEvent, StepEvent, recorded
+from headrace.back.runner.results import DeviceEvent, StepEvent, StepTensors, recorded
 from headrace.back.runner.sizes import Bucket
-from headrace.back.runner.steps import StepTensors
 from headrace.base.config.resolved import Decision
 
 MOST_GRAPHS = 192

@@ -15,14 +15,16 @@ from headrace.back.attention.plan import AttentionPlan, AttentionProbe, Batch, H
 from headrace.back.kernels.upload import to_device, to_host
 from headrace.back.lora.rows import slots_of
 from headrace.back.runner.batch import GrowingTable, Rows, StepShape
-from headrace.back.runner.results import DeviceEvent, PassedEvent, StepEvent, recorded
-from headrace.back.runner.steps import (
+from headrace.back.runner.results import (
     AwaitMasks,
+    DeviceEvent,
+    PassedEvent,
+    StepEvent,
     StepOutputs,
-    StepResources,
     StepTensors,
-    TakeMasks,
+    recorded,
 )
+from headrace.back.runner.steps import StepResources, TakeMasks
 from headrace.back.sampling.in_step import SamplerInput
 from headrace.base.config.resolved import Decision
 from headrace.base.wire.step import RecordedGraphs, StepPlan

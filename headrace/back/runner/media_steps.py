@@ -15,9 +15,9 @@ import torch
 from headrace.back.attention.plan import Batch
 from headrace.back.kernels.launches import are_launched
 from headrace.back.runner.batch import StepShape
+from headrace.back.runner.results import StepOutputs
 from headrace.back.runner.sizes import Bucket
 from headrace.back.runner.states.state import ModelState
-from headrace.back.runner.steps import StepOutputs
 from headrace.base.wire.step import StepPlan
 
 log = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from headrace.back.kernels.upload import to_host
 from headrace.back.layers.pooling import Projection, projected
 from headrace.back.runner.batch import StepShape
 from headrace.base.errors import HeadraceError, NonFiniteLogits
-from headrace.base.wire.request import Pooled, RowPooling
+from headrace.base.wire.pooling import Pooled, RowPooling
 from headrace.base.wire.step import RowStart
 
 Classify = Callable[[torch.Tensor], torch.Tensor]

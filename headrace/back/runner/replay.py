@@ -15,9 +15,9 @@ import torch
 from headrace.back.attention.plan import Batch
 from headrace.back.kernels.step_inputs.op import GroupBlocks, StepOut, StepTables
 from headrace.back.kernels.upload import host_buffer
-from headrace.back.runner.results import StepEvent
+from headrace.back.runner.results import StepEvent, StepTensors
 from headrace.back.runner.sizes import Bucket
-from headrace.back.runner.steps import StepTensors, TakeMasks
+from headrace.back.runner.steps import TakeMasks
 from headrace.back.sampling.in_step import AskedRows, StepSamples
 from headrace.base.config.resolved import Decision
 

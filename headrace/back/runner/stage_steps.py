@@ -9,8 +9,9 @@ from headrace.back.runner.batch import StepShape
 from headrace.back.runner.buckets import BucketSteps
 from headrace.back.runner.cpu_graphs import CpuGraphs, ExactSizes
 from headrace.back.runner.devices import bucket_steps, exact_steps, why_exact
+from headrace.back.runner.results import AwaitMasks, StepTensors
 from headrace.back.runner.sizes import Bucket
-from headrace.back.runner.steps import AwaitMasks, StepResources, Steps, StepTensors
+from headrace.back.runner.steps import StepResources, Steps
 from headrace.back.runner.unrecorded import Unrecorded
 from headrace.back.sampling.in_step import SamplerInput
 from headrace.base.config.resolved import EngineSpec

@@ -11,7 +11,7 @@ T query tokens, N rows sampled, E hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -20,24 +20,29 @@ import numpy as np
 import torch
 
 from headrace.back.attention.plan import AttentionProbe
-from headrace.back.kernels.greedy.op import Argmax, Greedy
+from headrace.back.kernels.greedy.op import Greedy
 from headrace.back.kernels.step_inputs.op import GroupBlocks
-from headrace.back.kernels.upload import to_device, to_host
+from headrace.back.kernels.upload import to_host
 from headrace.back.lora.rows import RowSlots
 from headrace.back.models.protocol import CausalModel, TopOf
 from headrace.back.runner.batch import Rows, StepShape
-from headrace.back.runner.results import ProposedDrafts, SampledTokens, StepEvent
+from headrace.back.runner.results import (
+    AwaitMasks,
+    ChoiceInStep,
+    ProposedDrafts,
+    SampledTokens,
+    StepEvent,
+    StepOutputs,
+    StepTensors,
+)
 from headrace.back.runner.states.state import ModelState
 from headrace.back.sampling.features import SampledRows
-from headrace.back.sampling.in_step import HeadOutput, SamplerInput, StepSampler, StepSamples
+from headrace.back.sampling.in_step import HeadOutput, SamplerInput, StepSampler
 from headrace.back.sampling.sampler import Sampled, Sampler
-from headrace.back.sampling.top_candidates import TopCandidates
 from headrace.back.speculative.network import DraftNetwork
 from headrace.base.config.resolved import Decision
 from headrace.base.wire.step import RecordedGraphs, StepPlan
 
-AwaitMasks = Callable[[], memoryview]
-"""Waits for the grammar masks of a step; its payload. It may be called again."""
 TakeMasks = Callable[[], None]
 """Waits for the grammar masks of a step and puts them where it reads them, behind what the device
 was given so far."""
@@ -45,76 +50,6 @@ was given so far."""
 
 Commit = Callable[[StepShape, torch.Tensor, torch.Tensor], np.ndarray]
 """See Steps.commit."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepTensors:
-    """What a step leaves: hidden states [T, E], or of each row's last token alone, [R, E], and
-    padding; and of the N sampled rows, or of all R, logits float32 and the argmax, the argmax
-    alone, or the top candidates alone, where every row has one token. Overwritten by the next
-    step."""
-
-    hidden_TE: torch.Tensor
-    logits_RV: torch.Tensor | None = None
-    argmax: Argmax | None = None
-    top_candidates: TopCandidates | None = None
-
-    def aliases(self, alias: Callable[[torch.Tensor], torch.Tensor]) -> StepTensors:
-        """The same through tensors that `alias` makes of these."""
-        argmax, top_candidates = (
-            None if pair is None else (alias(pair[0]), alias(pair[1]))
-            for pair in (self.argmax, self.top_candidates)
-        )
-        logits_RV = None if self.logits_RV is None else alias(self.logits_RV)
-        return StepTensors(
-            hidden_TE=alias(self.hidden_TE),
-            logits_RV=logits_RV,
-            argmax=argmax,
-            top_candidates=top_candidates,
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepOutputs:
-    """A step that was launched.
-
-    index   [N] which of the rows in `out` are sampled; None: `out` is of these alone
-    samples what the step itself has sampled, as the rows ask: they have these tokens already. None:
-    that is still to
-            be done
-    """
-
-    out: StepTensors
-    index: np.ndarray | None = None
-    samples: StepSamples | None = None
-
-    def wanted(self) -> tuple[torch.Tensor, Argmax]:
-        """The logits float32 [N, V] and the argmax of the sampled rows."""
-        out = self.out
-        assert out.logits_RV is not None and out.argmax is not None
-        logits, token, value = self._sampled(out.logits_RV, *out.argmax)
-        return logits, (token, value)
-
-    def best(self) -> TopCandidates:
-        """The top candidates of the sampled rows."""
-        assert self.out.top_candidates is not None
-        id_NC, value_NC = self._sampled(*self.out.top_candidates)
-        return id_NC, value_NC
-
-    def hidden(self, at: np.ndarray) -> torch.Tensor:
-        """The hidden states of some of the sampled rows, where every row has one token."""
-        assert self.index is not None
-        hidden_TE = self.out.hidden_TE
-        return hidden_TE.index_select(0, to_device(self.index[at], hidden_TE.device))
-
-    def _sampled(self, *values: torch.Tensor) -> Sequence[torch.Tensor]:
-        if self.index is None:
-            return values
-        count = self.index.size
-        if count == self.index[-1] + 1:
-            return [value[:count] for value in values]
-        at = to_device(self.index, values[0].device)
-        return [value.index_select(0, at) for value in values]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,32 +175,6 @@ def token_choices(
         *(ChoiceByHost(way, steps.commit) for way in by_host),
         *(ChoiceByHost(way, steps.verify, verifies=True) for way in by_host if steps.verify),
     )
-
-
-class ChoiceInStep:
-    """The step has chosen, by argmax or as InStepSampling says, and its rows have the tokens; if it
-    verifies drafts, it has done that too."""
-
-    def __init__(self, sampler: Sampler) -> None:
-        self._sampler = sampler
-
-    def takes(self, shape: StepShape, outputs: StepOutputs) -> bool:
-        """See TokenChoice."""
-        return outputs.samples is not None
-
-    def choose(self, shape: StepShape, outputs: StepOutputs, masks: AwaitMasks) -> SampledTokens:
-        """See TokenChoice."""
-        samples = outputs.samples
-        assert samples is not None
-        scores, at = samples.scores, shape.place
-        return SampledTokens(
-            tokens=samples.tokens,
-            max_logit=samples.max_logit,
-            chosen_logit=samples.chosen_logit,
-            logprobs=scores and self._sampler.logprobs(scores, shape.sampled_row, at),
-            index=at,
-            masked=samples.masked,
-        )
 
 
 class ChoiceByHost:

@@ -10,9 +10,8 @@ from contextlib import AbstractContextManager
 import torch
 
 from headrace.back.runner.replay import DeferredSampling, Replay
-from headrace.back.runner.results import StepEvent
+from headrace.back.runner.results import StepEvent, StepTensors
 from headrace.back.runner.sizes import Bucket
-from headrace.back.runner.steps import StepTensors
 from headrace.base.config.resolved import Decision
 
 

@@ -28,9 +28,8 @@ from headrace.back.kernels.step_verify.op import OP as VERIFY
 from headrace.back.kernels.upload import to_device, to_host
 from headrace.back.runner.batch import Rows, StepShape
 from headrace.back.runner.replay import Replay
-from headrace.back.runner.results import ProposedDrafts
+from headrace.back.runner.results import AwaitMasks, ProposedDrafts, StepTensors
 from headrace.back.runner.sizes import Bucket
-from headrace.back.runner.steps import AwaitMasks, StepTensors
 from headrace.back.sampling.in_step import SamplerInput
 from headrace.back.speculative.drafter import Drafter
 from headrace.base.config.resolved import Decision

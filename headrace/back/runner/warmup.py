@@ -19,7 +19,8 @@ from headrace.back.runner.warmup_media import media_plans, under_way
 from headrace.base.config.resolved import EngineSpec
 from headrace.base.errors import CheckpointError, from_wire
 from headrace.base.wire.media import MediaForm
-from headrace.base.wire.request import RowPooling, RowSampling
+from headrace.base.wire.pooling import RowPooling
+from headrace.base.wire.request import RowSampling
 from headrace.base.wire.step import RowStart, StepPlan, StepResult
 
 CPU_TOKENS = 16

@@ -20,7 +20,8 @@ from headrace.base.wire.media import (
     MediaWork,
     SoundSteps,
 )
-from headrace.base.wire.request import RowPooling, RowSampling
+from headrace.base.wire.pooling import RowPooling
+from headrace.base.wire.request import RowSampling
 from headrace.base.wire.step import RowStart, StepPlan
 
 KEY = bytes(KEY_BYTES)

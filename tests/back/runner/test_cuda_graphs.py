@@ -10,8 +10,8 @@ import torch
 
 from headrace.back.kernels.upload import to_device, to_host
 from headrace.back.runner.cuda_graphs import CudaGraphs
+from headrace.back.runner.results import StepTensors
 from headrace.back.runner.sizes import Bucket
-from headrace.back.runner.steps import StepTensors
 
 pytestmark = [
     pytest.mark.gpu,

@@ -16,9 +16,10 @@ from headrace.back.runner.buckets import BucketSteps
 from headrace.back.runner.devices import bucket_steps
 from headrace.back.runner.graph_usage import MOST_KEPT, GraphUsage
 from headrace.back.runner.replay import DeferredSampling
+from headrace.back.runner.results import StepTensors
 from headrace.back.runner.sizes import Bucket, Buckets
 from headrace.back.runner.start import start_runner
-from headrace.back.runner.steps import StepResources, Steps, StepTensors
+from headrace.back.runner.steps import StepResources, Steps
 from headrace.back.sampling.in_step import InStepSampling
 from headrace.base.config.resolved import EngineSpec
 from headrace.base.wire.request import RowSampling

@@ -18,11 +18,11 @@ from headrace.back.runner.buckets import BucketSteps
 from headrace.back.runner.cpu_graphs import CpuGraphs
 from headrace.back.runner.devices import StepsFactory, bucket_steps, make_steps
 from headrace.back.runner.replay import DeferredSampling
-from headrace.back.runner.results import PassedEvent, StepEvent
+from headrace.back.runner.results import PassedEvent, StepEvent, StepTensors
 from headrace.back.runner.runner import Runner
 from headrace.back.runner.sizes import Bucket
 from headrace.back.runner.start import start_runner
-from headrace.back.runner.steps import StepResources, Steps, StepTensors
+from headrace.back.runner.steps import StepResources, Steps
 from headrace.back.sampling import logprobs as scoring
 from headrace.back.sampling.in_step import InStepSampling
 from headrace.back.sampling.sampler import Sampler

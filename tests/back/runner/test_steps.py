@@ -12,15 +12,10 @@ import torch
 from headrace.back.runner.batch import StepShape
 from headrace.back.runner.buckets import BucketSteps
 from headrace.back.runner.devices import make_steps
+from headrace.back.runner.results import ChoiceInStep, StepOutputs, StepTensors
 from headrace.back.runner.runner import Runner
 from headrace.back.runner.start import start_runner
-from headrace.back.runner.steps import (
-    AmongCandidates,
-    ChoiceInStep,
-    FromLogits,
-    StepOutputs,
-    StepTensors,
-)
+from headrace.back.runner.steps import AmongCandidates, FromLogits
 from headrace.back.sampling.in_step import StepSamples
 from headrace.base.wire.request import RowSampling
 from tests.back.driver import Driver
