@@ -226,6 +226,14 @@ def qwen3(**more: Any) -> transformers.Qwen3Config:
     )
 
 
+ULTRA = {"sliding_window": 3, "rms_norm_eps": 0.01, "num_key_value_heads": 2}
+FILTER: dict[str, Any] = {
+    **{"head_dim": 8, "num_key_value_heads": 2, "sliding_window": 3, "num_local_experts": 6},
+    **{"num_experts_per_tok": 3, "attn_implementation": "eager", "swiglu_limit": 1.5},
+}
+ESMC = {"bos_token_id": 2, "eos_token_id": 3, "attn_implementation": "eager"}
+
+
 ENCODER_CASES: list[tuple[str, Callable[..., Any]]] = [
     ("BertModel", bert),
     ("BertForMaskedLM", bert),
@@ -288,6 +296,12 @@ ENCODER_CASES: list[tuple[str, Callable[..., Any]]] = [
     ("BigBirdForTokenClassification", narrow("BigBird", block_size=1, num_random_blocks=1)),
     ("ConvBertForSequenceClassification", narrow("ConvBert", **CONV, num_groups=2)),
     ("ConvBertForTokenClassification", narrow("ConvBert", **CONV, head_ratio=4)),
+    ("UltrabertModel", narrow("Ultrabert", **ULTRA)),
+    ("UltrabertForMaskedLM", narrow("Ultrabert", **ULTRA)),
+    ("UltrabertForSequenceClassification", narrow("Ultrabert", **ULTRA)),
+    ("UltrabertForTokenClassification", narrow("Ultrabert", **ULTRA)),
+    ("EsmcForSequenceClassification", narrow("Esmc", **ESMC)),
+    ("OpenAIPrivacyFilterForTokenClassification", narrow("OpenAIPrivacyFilter", **FILTER)),
     ("T5EncoderModel", t5),
     ("UMT5EncoderModel", umt5),
     ("EmbeddingGemma2TextModel", embedding_gemma2_text),

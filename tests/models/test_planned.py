@@ -38,7 +38,7 @@ BY_PYTORCH = (
     *("DebertaV2Model", "DebertaV2ForSequenceClassification"),
     *("LongformerModel", "LongformerForSequenceClassification"),
     *("DebertaForSequenceClassification", "DebertaForTokenClassification"),
-    "FNetForSequenceClassification",
+    *("FNetForSequenceClassification", "OpenAIPrivacyFilterForTokenClassification"),
 )
 """Their mixers are PyTorch's operations."""
 

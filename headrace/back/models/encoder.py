@@ -31,6 +31,7 @@ from headrace.back.models.weights import WeightPlan
 from headrace.back.parallel.shard import Part, local_units
 from headrace.base.config.hf import ConfigReader
 from headrace.base.config.resolved import Decision
+from headrace.base.errors import ConfigError
 
 OLD_NAMES = ((r"LayerNorm\.gamma$", "LayerNorm.weight"), (r"LayerNorm\.beta$", "LayerNorm.bias"))
 """What the first checkpoints, BERT's among them, call a norm's tensors."""
@@ -66,7 +67,7 @@ class SpanAttentionLayer:
     the others have it unless `out_bias` says. `window`: tokens seen on each side, None: all.
     `scale`: of the scores, None: 1/sqrt(head_dim). `softcap`: of them. `position_bias`: added to
     them. `value_eps`: of a norm without weight over each value, None: there is none. `wide_norms`:
-    layer norms of all queries of a token, and of all keys.
+    layer norms of all queries of a token, and of all keys. `spans`: what attends, None: SpanHeads.
     """
 
     def __init__(
@@ -87,9 +88,15 @@ class SpanAttentionLayer:
         value_eps: float | None = None,
         position_bias: RelativeBias | CausalBias | SlopeBias | BandBias | None = None,
         wide_norms: tuple[LayerNorm, LayerNorm] | None = None,
+        spans: SpanAttends | None = None,
     ) -> None:
         merged = names[0] if len(names) == 1 else None
-        assert wide_norms is None or scope.mesh.tp.size == 1, "a rank has some heads alone"
+        if wide_norms is not None and scope.mesh.tp.size > 1:
+            raise ConfigError(
+                f"--tensor-parallel {scope.mesh.tp.size}: norms of all queries of a token need all "
+                "heads on one device; leave it out",
+                field="tensor_parallel",
+            )
         self._wide_norms = wide_norms
         labels = names if merged is None else ("query", "key", "value")
         counts = (sizes.heads, sizes.kv_heads, sizes.kv_heads)
@@ -112,7 +119,7 @@ class SpanAttentionLayer:
         if value_eps is not None:
             self._value_norm = RMS_NO_WEIGHT.build(scope, sizes.head_dim, eps=value_eps)
         self._rope = Rope(scope, rope) if rope else None
-        self._spans = SpanHeads(
+        self._spans: SpanAttends = spans or SpanHeads(
             scope,
             self._split[0],
             self._split[1],
@@ -140,6 +147,16 @@ class SpanAttentionLayer:
             self._rope.rotate(q_THD, k_TKD, batch.positions_T, self._rope.table_PR)
         y_THD = self._spans.attend(q_THD, k_TKD, v_TKD, batch)
         return self._out.project(y_THD.reshape(x_TE.shape[0], -1))
+
+
+class SpanAttends(Protocol):
+    """Attention inside texts."""
+
+    def attend(
+        self, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, batch: Batch
+    ) -> torch.Tensor:
+        """y_THD."""
+        ...
 
 
 class SpanHeads:
@@ -206,10 +223,10 @@ class EncoderLayer:
     attention: TokenLayer
     mlp: TokenBranch
     before_attention: BlockNorm | None = None
-    behind_attention: BlockNorm | None = None
+    behind_attention: TokenNorm | None = None
     after_attention: BlockNorm | None = None
     before_mlp: BlockNorm | None = None
-    behind_mlp: BlockNorm | None = None
+    behind_mlp: TokenNorm | None = None
     after_mlp: TokenNorm | None = None
 
     def forward(self, x_TE: torch.Tensor, batch: Batch) -> torch.Tensor:

@@ -60,6 +60,10 @@ SEES_BOTH_SIDES = frozenset(
     for kind in ("Model", "ForCausalLM")
 )
 """Decoders' names under which `is_causal` may say that each token sees both sides."""
+TAGGERS: Mapping[str, str] = {
+    "OpenAIPrivacyFilterForTokenClassification": "openai_privacy_filter",
+}
+"""Encoders with a head that judges tokens, which have no other."""
 RERANKERS: Mapping[str, tuple[str, bool]] = {
     "LlamaBidirectionalForSequenceClassification": ("eurobert", False),
     "JinaBertForSequenceClassification": ("jina_bert", True),
@@ -97,6 +101,8 @@ TEXT_ENCODERS: Mapping[str, str] = {
     **{"GteForMaskedLM": "gte", "GteNewForMaskedLM": "gte"},
     "NewForMaskedLM": "gte",
     "EuroBertForMaskedLM": "eurobert",
+    "UltrabertForMaskedLM": "ultrabert",
+    "EsmcForMaskedLM": "esmc",
     "ModernBertForMaskedLM": "modernbert",
     "NomicBertForMaskedLM": "nomic_bert",
     "NeoBERTForMaskedLM": "neobert",
@@ -113,7 +119,8 @@ ENCODERS = frozenset(
         *("t5_encoder", "umt5_encoder", *JUDGES.values(), "longformer"),
         *("megatron_bert", "roformer", "xlm_roberta_xl", "roberta_prelayernorm", "data2vec_text"),
         *("frame_labels", "deberta", "mobilebert", "squeezebert", "fnet", "xlm", "luke", "xmod"),
-        *("big_bird", "convbert", "jina_bert", "neobert", "llama_nemotron_vl"),
+        *("big_bird", "convbert", "jina_bert", "neobert", "llama_nemotron_vl", "ultrabert"),
+        *("esmc", "openai_privacy_filter"),
     }
 )
 """Families that attend in both directions: no KV cache, prompts computed whole, no tokens."""

@@ -88,12 +88,28 @@ def _neobert(config: ConfigReader) -> Keys:
     }
 
 
+def _ultrabert(config: ConfigReader) -> Keys:
+    """The first checkpoints list a window and a base for each layer; 0: it sees all."""
+    windows = config.list("attention_windows", None, of=int)
+    if windows is None:
+        return {}
+    kinds = ["sliding_attention" if window else "full_attention" for window in windows]
+    keys: Keys = {"layer_types": kinds, "sliding_window": next(filter(None, windows), None)}
+    bases = config.list("rope_theta", None, of=float, length=len(kinds))
+    if bases is not None:
+        keys["rope_parameters"] = {
+            kind: {"rope_theta": base} for kind, base in zip(kinds, bases, strict=True)
+        }
+    return keys
+
+
 ENCODER_KEYS: Mapping[str, Callable[[ConfigReader], Keys]] = {
     "LlamaBidirectionalForSequenceClassification": bidirectional,
     "LlamaForClassification": _llama_classes,
     **{f"NomicBert{head}": _nomic for head in HEADS},
     **{f"XLMRoberta{head}": _flash_roberta for head in HEADS},
     **{f"JinaBert{head}": _jina_bert for head in HEADS},
+    **{f"Ultrabert{head}": _ultrabert for head in HEADS},
     COLBERT: _rotary,
     "ColBERTJinaRobertaModel": _rotary,
     **dict.fromkeys(("NeoBERT", "NeoBERTLMHead", "NeoBERTForSequenceClassification"), _neobert),

@@ -68,6 +68,29 @@ def eurobert_encoder(scope: Scope, inside: Scope, config: ConfigReader) -> Encod
 def _layer(scope: Scope, sizes: EncoderSizes, config: ConfigReader, rope: RopeSpec) -> EncoderLayer:
     named = config.list("architectures", of=str)[0]
     bias, normed = config.bool("attention_bias", False), named.startswith(("Qwen3", VOYAGE))
+    return both_sides_layer(
+        scope,
+        sizes,
+        rope=rope,
+        bias=bias or named.startswith("Qwen2"),
+        out_bias=bias,
+        mlp_bias=config.bool("mlp_bias", False),
+        qk_norm=QKNorm(eps=sizes.eps) if normed else None,
+    )
+
+
+def both_sides_layer(
+    scope: Scope,
+    sizes: EncoderSizes,
+    *,
+    rope: RopeSpec,
+    bias: bool,
+    mlp_bias: bool,
+    out_bias: bool | None = None,
+    qk_norm: QKNorm | None = None,
+    window: int | None = None,
+) -> EncoderLayer:
+    """A decoder's layer of which each token sees both sides; see SpanAttentionLayer."""
     return EncoderLayer(
         before_attention=RMS.build(scope / "input_layernorm", sizes.width, eps=sizes.eps),
         attention=SpanAttentionLayer(
@@ -75,13 +98,14 @@ def _layer(scope: Scope, sizes: EncoderSizes, config: ConfigReader, rope: RopeSp
             sizes,
             names=PROJECTIONS,
             out="o_proj",
-            bias=bias or named.startswith("Qwen2"),
-            out_bias=bias,
+            bias=bias,
+            out_bias=out_bias,
             rope=rope,
-            qk_norm=QKNorm(eps=sizes.eps) if normed else None,
+            window=window,
+            qk_norm=qk_norm,
         ),
         before_mlp=RMS.build(scope / "post_attention_layernorm", sizes.width, eps=sizes.eps),
-        mlp=GatedMLP(scope / "mlp", sizes.feed_forward, bias=config.bool("mlp_bias", False)),
+        mlp=GatedMLP(scope / "mlp", sizes.feed_forward, bias=mlp_bias),
     )
 
 

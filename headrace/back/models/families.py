@@ -16,6 +16,7 @@ from headrace.back.models.encoder_families import (
     JUDGES,
     RERANKERS,
     SEES_BOTH_SIDES,
+    TAGGERS,
     TEXT_ENCODERS,
 )
 from headrace.back.models.expert_families import EXPERTS
@@ -90,6 +91,8 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
         return Architecture(family=ENCODER_DECODERS[names[0]])
     if names[0] in JUDGES:
         return Architecture(family=JUDGES[names[0]], head="sequence")
+    if names[0] in TAGGERS:
+        return Architecture(family=TAGGERS[names[0]], head="token")
     if names[0] == COLBERT:
         turned = config.get("position_embedding_type") == "rotary"
         return Architecture(family="jina_embeddings_v3" if turned else "bert", head="none")

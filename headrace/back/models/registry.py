@@ -25,6 +25,7 @@ from headrace.back.models.encoder_families import (
     EMBEDDERS,
     ENCODER_DECODERS,
     JUDGES,
+    TAGGERS,
 )
 from headrace.back.models.families import (
     ARCHITECTURES,
@@ -55,6 +56,7 @@ NATIVE = {
     *(*BIDIRECTIONAL.values(), *WITH_MEDIA.values()),
     *ENCODER_DECODERS.values(),
     *JUDGES.values(),
+    *TAGGERS.values(),
     *(family for family, _ in EMBEDDERS.values()),
     *(family for family, _, _ in POOLERS.values()),
     *("late_vision", "two_towers", "frame_labels"),

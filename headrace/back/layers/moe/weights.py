@@ -266,11 +266,12 @@ class TransposedExperts:
 
 @dataclass(frozen=True, kw_only=True)
 class InterleavedExperts:
-    """One tensor [X, E, 2I] of gates and ups in turn, and one [X, I, E], with biases of the names
-    and `_bias` (gpt-oss)."""
+    """One tensor [X, E, 2I] of gates and ups, `in_turn` (gpt-oss) or gates first, and one
+    [X, I, E], with biases of the names and `_bias`."""
 
     up: str = "experts.gate_up_proj"
     down: str = "experts.down_proj"
+    in_turn: bool = True
     biased = True
     adapted = None
 
@@ -282,11 +283,12 @@ class InterleavedExperts:
 class _Interleaved:
     def __init__(self, scope: Scope, sizes: ExpertSizes, names: InterleavedExperts) -> None:
         count, width, inner = sizes.experts, sizes.width, sizes.inner
-        self._local, self._width = sizes.local(scope.mesh), width
-        columns, rows = sizes.over(2, sizes.pairs), sizes.over(1)
+        self._local, self._width, self._in_turn = sizes.local(scope.mesh), width, names.in_turn
+        parts = (sizes.pairs,) if names.in_turn else (sizes.part, sizes.part)
+        columns, rows = sizes.over(2, *parts), sizes.over(1)
         self._up = scope.param(names.up, (count, width, 2 * inner), shard=columns)
         self._up_bias = scope.param(
-            f"{names.up}_bias", (count, 2 * inner), shard=sizes.over(1, sizes.pairs), init="zeros"
+            f"{names.up}_bias", (count, 2 * inner), shard=sizes.over(1, *parts), init="zeros"
         )
         self._down = scope.param(names.down, (count, inner, width), shard=rows)
         self._down_bias = scope.param(
@@ -296,6 +298,8 @@ class _Interleaved:
     @property
     def matrices(self) -> tuple[MatricesOf, ...] | None:
         """See LoadedExperts."""
+        if not self._in_turn:
+            return None
         up, down = self._local.inner, self._width
         return (
             MatricesOf(param=self._up, names=("gate", "up"), size=up, in_turn=True),
@@ -306,7 +310,7 @@ class _Interleaved:
         """See LoadedExperts. The ranks' results are added up: one of them has the last bias."""
         up_bias_XI, down_bias_XE = self._up_bias.take(), self._down_bias.take()
         return (
-            gates_first(up_bias_XI),
+            self._gates_first(up_bias_XI),
             down_bias_XE if self._local.biased else torch.zeros_like(down_bias_XE),
         )
 
@@ -314,11 +318,14 @@ class _Interleaved:
         """See LoadedExperts."""
         up_bias_XI, down_bias_XE = self.biases()
         return ExpertWeights(
-            up_XIE=gates_first(self._up.take().transpose(1, 2)),
+            up_XIE=self._gates_first(self._up.take().transpose(1, 2)).contiguous(),
             down_XEI=turned(self._down.take()),
             up_bias_XI=up_bias_XI,
             down_bias_XE=down_bias_XE,
         )
+
+    def _gates_first(self, up_XI: torch.Tensor) -> torch.Tensor:
+        return gates_first(up_XI) if self._in_turn else up_XI
 
 
 def gates_first(up_XI: torch.Tensor) -> torch.Tensor:
