@@ -13,6 +13,7 @@ import inspect
 import json
 import types
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
@@ -86,9 +87,10 @@ def _read_field(group: str, info: msgspec.structs.FieldInfo, hint: Any) -> Optio
     )
 
 
-def fields() -> list[OptionField]:
+@cache
+def fields() -> tuple[OptionField, ...]:
     """Every option, in the order of the tree. Names are unique over all groups, so that flags can
-    be flat."""
+    be flat. Read once: a start asks for them four times, 15 ms each."""
     options = []
     for group in msgspec.structs.fields(Options):
         hints = get_type_hints(group.type, include_extras=True)
@@ -96,7 +98,7 @@ def fields() -> list[OptionField]:
             options.append(_read_field(group.name, info, hints[info.name]))
     names = [f.name for f in options]
     assert len(set(names)) == len(names), "two options share a name"
-    return options
+    return tuple(options)
 
 
 def _parse_text(option: OptionField, text: str, spelled: str) -> object:
