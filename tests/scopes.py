@@ -2,7 +2,8 @@
 
 The files of these folders ask a server, or several, that lives as long as its worker: spread over three workers each
 was started three times, 2 to 3 processor seconds apiece. Those of tests/architecture share the syntax trees of the
-package, 4 processor seconds. Where there are many workers the time counts, not the work.
+package, 4 processor seconds, those of tests/core/grammar the processes that compile grammars, of which each imports
+xgrammar, and so PyTorch and transformers. Where there are many workers the time counts, not the work.
 """
 
 from __future__ import annotations
@@ -10,7 +11,10 @@ from __future__ import annotations
 import pytest
 from xdist.scheduler import LoadFileScheduling
 
-TOGETHER = ("tests/api", "tests/architecture", "tests/batches", "tests/dialects", "tests/tokens")
+TOGETHER = (
+    *("tests/api", "tests/architecture", "tests/batches", "tests/core/grammar", "tests/dialects"),
+    "tests/tokens",
+)
 FEW = 4
 """Workers at most."""
 

@@ -76,6 +76,7 @@ def build_wheel(folder: Path, library: Path | None = None) -> Path:
     return wheel
 
 
+@pytest.mark.slow
 def test_the_wheel_holds_the_package_with_its_model_and_no_scrap(tmp_path: Path) -> None:
     wheel = build_wheel(tmp_path)
     with zipfile.ZipFile(wheel) as archive:

@@ -12,6 +12,8 @@ from tests.api.model_folder import write_model_folder
 from tests.api.serving import Served, serving
 from tests.api.speech import write_whisper
 
+MODEL = Path(__file__).resolve().parents[2] / "demo" / "model"
+
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -26,6 +28,15 @@ def server(model: Path) -> Iterator[Served]:
         assert served.at_rest()
         assert len(served.cores) == 1, "the core was restarted"
         assert served.stop() == 0
+
+
+@pytest.fixture(scope="session")
+def demo() -> Iterator[Served]:
+    """The bundled model in its own numbers, in steps shorter than its context."""
+    options = ("--threads", "1", "--dtype", "float32", "--max-step-tokens", "64")
+    with serving(None, str(MODEL), *options, "--served-model-name", "headrace-demo,demo") as found:
+        yield found
+        assert found.at_rest()
 
 
 @pytest.fixture

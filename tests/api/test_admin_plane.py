@@ -280,6 +280,7 @@ def _said_waiting(served: Served, client: httpx.Client, release: str) -> str:
     return answer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["keep", pytest.param("wait", marks=pytest.mark.slow)])
 def test_a_core_that_dies_paused_comes_back_paused(mode: str, model: Path) -> None:
     """Who paused it counts on nothing running; resumed, it stays so through a further death."""
@@ -430,6 +431,7 @@ def test_read_only_holds_for_every_way_to_ask(model: Path) -> None:
         assert served.post("/v1/completions", {"prompt": "x", "max_tokens": 1}).status_code == 200
 
 
+@pytest.mark.slow
 def test_the_command_speaks_over_a_unix_socket(model: Path, tmp_path: Path) -> None:
     place = f"unix:{tmp_path}/admin.sock"
     with serving(model, "--admin-listen", place) as served:

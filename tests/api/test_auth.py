@@ -200,6 +200,7 @@ def status(served: Served, key: str) -> int:
     return ask(served, "/v1/models", f"Authorization: Bearer {key}")
 
 
+@pytest.mark.slow
 def test_the_ledger_shows_no_digit_of_another_keys_digest(model: Path) -> None:
     """What waits is told by tenant: of others only how much (security P3)."""
     options = ("--api-keys", "one,two", "--max-running", "1")

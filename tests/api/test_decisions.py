@@ -14,18 +14,11 @@ import torch
 import transformers
 
 from tests.api.clients import openai_client
-from tests.api.serving import Served, serving
+from tests.api.serving import Served
 
 MODEL = Path(__file__).resolve().parents[2] / "demo" / "model"
 STATE = "The order arrived broken, and nobody answers the phone."
 CLOSING = "Answer with the letter of one option and nothing else."
-
-
-@pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    options = ("--threads", "1", "--dtype", "float32", "--served-model-name", "demo")
-    with serving(None, str(MODEL), *options) as found:
-        yield found
 
 
 @pytest.fixture(scope="module")
@@ -34,13 +27,13 @@ def oracle() -> torch.nn.Module:
 
 
 @pytest.fixture(scope="module")
-def client(served: Served) -> Iterator[openai.OpenAI]:
-    with openai_client(served.url) as found:
+def client(demo: Served) -> Iterator[openai.OpenAI]:
+    with openai_client(demo.url) as found:
         yield found
 
 
 def shares(
-    served: Served, oracle: torch.nn.Module, question: str, options: list[str], state: str = STATE
+    demo: Served, oracle: torch.nn.Module, question: str, options: list[str], state: str = STATE
 ) -> np.ndarray:
     """The softmax over the letters of the options behind the rendered prompt."""
     letters = "ABCDEFGH"[: len(options)]
@@ -53,7 +46,7 @@ def shares(
         "messages": [{"role": "user", "content": content}],
         "chat_template_kwargs": {"enable_thinking": False},
     }
-    ids = served.post("/v1/chat/completions/render", body).json()["token_ids"]
+    ids = demo.post("/v1/chat/completions/render", body).json()["token_ids"]
     tokenizer = transformers.AutoTokenizer.from_pretrained(MODEL)
     tokens = [tokenizer.encode(letter, add_special_tokens=False)[0] for letter in letters]
     with torch.inference_mode():
@@ -62,7 +55,7 @@ def shares(
 
 
 def test_decisions_through_the_openai_client(
-    client: openai.OpenAI, served: Served, oracle: torch.nn.Module
+    client: openai.OpenAI, demo: Served, oracle: torch.nn.Module
 ) -> None:
     questions: Any = [
         {"type": "predicate", "name": "angry", "instructions": "The customer is angry."},
@@ -80,16 +73,16 @@ def test_decisions_through_the_openai_client(
     ]  # fmt: skip
     made = client.decisions.create(model="demo", input=STATE, questions=questions)
     predicate, choice, score = made.answers
-    wanted = shares(served, oracle, "The customer is angry.", ["true", "false"])
+    wanted = shares(demo, oracle, "The customer is angry.", ["true", "false"])
     assert predicate.type == "predicate" and predicate.name == "angry"
     assert predicate.probability == pytest.approx(wanted[0], abs=1e-4)
-    wanted = shares(served, oracle, "Which team?", ["sales", "support: help", "true"])
+    wanted = shares(demo, oracle, "Which team?", ["sales", "support: help", "true"])
     assert choice.type == "choice" and choice.name is None
     assert [one.probability for one in choice.probabilities] == pytest.approx(wanted, abs=1e-4)
     assert [one.value for one in choice.probabilities] == ["sales", "support", True]
     assert choice.choice == ["sales", "support", True][int(wanted.argmax())]
     assert choice.confidence == pytest.approx((3 * wanted.max() - 1) / 2, abs=1e-3)
-    wanted = shares(served, oracle, "How urgent?", ["low", "middle", "high: now"])
+    wanted = shares(demo, oracle, "How urgent?", ["low", "middle", "high: now"])
     assert score.type == "score" and score.name == "urgency"
     assert score.score == pytest.approx(wanted @ [0, 1, 2], abs=1e-3)
     assert [(one.value, one.label) for one in score.probabilities] == [
@@ -97,27 +90,27 @@ def test_decisions_through_the_openai_client(
     ]
     used = made.usage
     assert used.total_tokens == used.input_tokens > 60 and used.output_tokens == 0
-    assert served.at_rest()
+    assert demo.at_rest()
 
 
-def test_systemone_answers_by_name(served: Served, oracle: torch.nn.Module) -> None:
+def test_systemone_answers_by_name(demo: Served, oracle: torch.nn.Module) -> None:
     questions = {
         "angry": {"type": "noul", "instructions": "Angry?", "criteria": {"true": "yes, very"}},
         "team": {"type": "choice", "instructions": "Which team?", "criteria": {"sales": None, "support": "help"}},
         "urgency": {"type": "score", "instructions": {"ask": "How urgent?"}, "criteria": ["low", "high"]},
     }  # fmt: skip
     state = {"order": 7, "text": "broken"}
-    answer = served.post("/v1/systemone", {"model": "demo", "state": state, "questions": questions})
+    answer = demo.post("/v1/systemone", {"model": "demo", "state": state, "questions": questions})
     assert answer.status_code == 200, answer.text
     answers = answer.json()["answers"]
     shown = '{"order":7,"text":"broken"}'
-    wanted = shares(served, oracle, "Angry?", ["true: yes, very", "false"], shown)
+    wanted = shares(demo, oracle, "Angry?", ["true: yes, very", "false"], shown)
     assert answers["angry"]["noul"] == pytest.approx(wanted[0], abs=1e-4)
-    wanted = shares(served, oracle, "Which team?", ["sales", "support: help"], shown)
+    wanted = shares(demo, oracle, "Which team?", ["sales", "support: help"], shown)
     assert list(answers["team"]["probabilities"]) == ["sales", "support"]
     assert list(answers["team"]["probabilities"].values()) == pytest.approx(wanted, abs=1e-4)
     assert answers["team"]["choice"] == ["sales", "support"][int(wanted.argmax())]
-    wanted = shares(served, oracle, '{"ask":"How urgent?"}', ["low", "high"], shown)
+    wanted = shares(demo, oracle, '{"ask":"How urgent?"}', ["low", "high"], shown)
     assert answers["urgency"]["score"] == pytest.approx(wanted[1], abs=1e-4)
     assert answers["urgency"]["legend"] == {"0": "low", "1": "high"}
     assert answer.json()["usage"]["output_tokens"] == 0
@@ -169,23 +162,23 @@ def named(question: dict[str, Any]) -> dict[str, Any]:
     ],
 )  # fmt: skip
 def test_what_cannot_be_asked_is_named(
-    path: str, body: dict[str, object], field: str, served: Served
+    path: str, body: dict[str, object], field: str, demo: Served
 ) -> None:
-    answer = served.post(path, body)
+    answer = demo.post(path, body)
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["param"].startswith(field), answer.text
-    assert served.at_rest()
+    assert demo.at_rest()
 
 
-def test_more_options_than_letters_and_than_one_step_names(served: Served) -> None:
+def test_more_options_than_letters_and_than_one_step_names(demo: Served) -> None:
     """Options beyond the 26 letters are words of two; a step names at most 128 tokens, so this takes two."""
     many = [{"value": f"option {number}"} for number in range(255)]
     question = {"type": "choice", "instructions": "Which?", "choices": many}
-    answer = served.post("/v1/decisions", {"input": STATE, "questions": [question]})
+    answer = demo.post("/v1/decisions", {"input": STATE, "questions": [question]})
     if answer.status_code == 400:
         assert "vocabulary has words for" in answer.json()["error"]["message"]
         question["choices"] = many[: int(answer.json()["error"]["message"].rpartition(" ")[2])]
-        answer = served.post("/v1/decisions", {"input": STATE, "questions": [question]})
+        answer = demo.post("/v1/decisions", {"input": STATE, "questions": [question]})
     (found,) = answer.json()["answers"]
     assert sum(one["probability"] for one in found["probabilities"]) == pytest.approx(1, abs=1e-5)
     assert len(found["probabilities"]) > 52

@@ -75,6 +75,7 @@ def expected(oracle: Any, text: str, count: int) -> list[int]:
     return ids[2:]
 
 
+@pytest.mark.slow
 def test_llm_generate_continues_as_transformers_does(bart: tuple[Path, Any]) -> None:
     folder, oracle = bart
     params = SamplingParams(temperature=0.0, max_tokens=12)

@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from tests.api.serving import Served, serving
-
-
-@pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with serving(None, "--threads", "1") as made:
-        yield made
-
+from tests.api.serving import Served
 
 KINDS: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}, "object", "chat.completion"),
@@ -27,15 +19,15 @@ KINDS: list[tuple[dict[str, Any], str, str]] = [
 
 @pytest.mark.parametrize(("body", "field", "value"), KINDS)
 def test_the_fields_tell_what_is_asked(
-    served: Served, body: dict[str, Any], field: str, value: str
+    demo: Served, body: dict[str, Any], field: str, value: str
 ) -> None:
-    answer = served.post("/invocations", body)
+    answer = demo.post("/invocations", body)
     assert answer.status_code == 200, answer.text
     assert answer.json()[field] == value
 
 
-def test_a_stream_comes_and_the_rest_is_refused(served: Served) -> None:
+def test_a_stream_comes_and_the_rest_is_refused(demo: Served) -> None:
     body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2, "stream": True}
-    assert served.post("/invocations", body).text.endswith("data: [DONE]\n\n")
+    assert demo.post("/invocations", body).text.endswith("data: [DONE]\n\n")
     for wrong in ({}, {"inputs": "x"}, {"messages": 3}):
-        assert served.post("/invocations", wrong).status_code == 400
+        assert demo.post("/invocations", wrong).status_code == 400

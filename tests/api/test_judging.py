@@ -37,12 +37,6 @@ def judge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield served
 
 
-@pytest.fixture(scope="module")
-def embedder() -> Iterator[Served]:
-    with serving(None, str(MODEL), "--threads", "1", "--dtype", "float32") as served:
-        yield served
-
-
 def logits_of_words(served: Served, query: str, text: str, instruction: str) -> tuple[float, float]:
     """The logits of no and yes out of the whole vocabulary, by transformers."""
     pair = f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {text}"
@@ -96,18 +90,18 @@ def test_a_judge_reads_as_much_of_a_document_as_it_is_told_to(judge: Served) -> 
 
 @pytest.mark.parametrize("side", ["query", "document", "both"])
 @pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])
-def test_objects_and_parts_are_texts_on_both_sides(side: str, path: str, embedder: Served) -> None:
+def test_objects_and_parts_are_texts_on_both_sides(side: str, path: str, demo: Served) -> None:
     """REG-093: whatever a document may be, the query may be too."""
     shapes: list[object] = [{"text": QUERY}, {"content": QUERY}, {"content": [TEXT]}, {"content": [QUERY]}]  # fmt: skip
-    plain = embedder.post(path, {"query": QUERY, "documents": [QUERY, *DOCUMENTS]}).json()
+    plain = demo.post(path, {"query": QUERY, "documents": [QUERY, *DOCUMENTS]}).json()
     for shape in shapes:
         query = shape if side != "document" else QUERY
         document = shape if side != "query" else QUERY
         body = {"query": query, "documents": [document, *DOCUMENTS]}
-        answer = embedder.post(path, body).json()
+        answer = demo.post(path, body).json()
         assert answer["results"] == plain["results"]
         assert answer["results"][0]["document"] == {"text": QUERY}
-    scores = embedder.post("/score", {"data_1": {"content": [TEXT]}, "data_2": shapes}).json()
+    scores = demo.post("/score", {"data_1": {"content": [TEXT]}, "data_2": shapes}).json()
     assert [one["score"] for one in scores["data"]] == pytest.approx([1.0] * 4, abs=1e-4)
 
 
@@ -125,7 +119,7 @@ def test_objects_and_parts_are_texts_on_both_sides(side: str, path: str, embedde
     ],
 )
 def test_a_medium_that_the_model_does_not_take_is_named_by_its_place(
-    given: dict[str, object], where: str, embedder: Served, judge: Served
+    given: dict[str, object], where: str, demo: Served, judge: Served
 ) -> None:
     """MUL-08, REG-093: mixed image and text objects, in the query and among the documents."""
     bodies = [
@@ -134,7 +128,7 @@ def test_a_medium_that_the_model_does_not_take_is_named_by_its_place(
         ("/score", {"text_1": given, "text_2": DOCUMENTS}, "text_1"),
         ("/score", {"data_1": QUERY, "data_2": [given]}, "data_2[0]"),
     ]
-    for served in (embedder, judge):
+    for served in (demo, judge):
         for path, body, field in bodies:
             answer = served.post(path, body)
             assert answer.status_code == 400, (path, answer.text)
@@ -143,9 +137,9 @@ def test_a_medium_that_the_model_does_not_take_is_named_by_its_place(
         assert served.at_rest()
 
 
-def test_an_instruction_needs_a_model_that_follows_it(embedder: Served) -> None:
+def test_an_instruction_needs_a_model_that_follows_it(demo: Served) -> None:
     body = {"query": QUERY, "documents": DOCUMENTS, "instruction": "Find the city."}
-    refused = embedder.post("/rerank", body)
+    refused = demo.post("/rerank", body)
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "instruction"
 
 

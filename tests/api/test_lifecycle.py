@@ -126,6 +126,7 @@ def test_what_does_not_finish_in_time_ends_with_an_error_event(model: Path, time
         assert readers[0].events[-1]["error"]["type"] == "service_unavailable"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -170,6 +171,7 @@ def test_a_stopped_api_process_is_replaced_within_a_second(model: Path) -> None:
         assert served.stop() == 0
 
 
+@pytest.mark.slow
 def test_what_a_stopped_core_ran_ends_with_an_error_event_within_a_second(model: Path) -> None:
     with serving(model, step_s=0.02) as served:
         readers = begun(served, 3, max_tokens=1000)
@@ -343,6 +345,7 @@ def test_a_long_step_keeps_health_green_and_is_not_disturbed(model: Path) -> Non
         assert answers == [200] and served.cores == [core]
 
 
+@pytest.mark.slow
 def test_a_hung_step_is_dumped_and_the_core_restarted(model: Path) -> None:
     with serving(model, "--step-timeout-s", "0.5", step_s=3.0) as served:
         answer = served.post("/v1/completions", {"prompt": "x", "max_tokens": 1})

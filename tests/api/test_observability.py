@@ -243,6 +243,7 @@ def test_each_response_over_a_websocket_has_a_trace(served: Served, collector: A
     assert sorted(finishes(core)[0] for core in spans["llm_core"]) == ["abort", "length"]
 
 
+@pytest.mark.slow
 def test_preemptions_are_told_and_a_dead_engine_ends_the_trace_once(
     collector: Any, tmp_path: Path
 ) -> None:

@@ -245,14 +245,6 @@ def test_a_colbert_checkpoint_scores_as_it_was_trained(
         assert refused.status_code == 400 and "every token" in refused.json()["error"]["message"]
 
 
-@pytest.fixture(scope="module")
-def bundled() -> Iterator[Served]:
-    with serving(
-        None, str(MODEL), "--threads", "1", "--dtype", "float32", "--max-step-tokens", "64"
-    ) as served:
-        yield served
-
-
 def expected(oracle: torch.nn.Module, ids: list[int], how: str) -> np.ndarray:
     with torch.inference_mode():
         hidden = oracle(torch.tensor([ids])).last_hidden_state[0]
@@ -305,7 +297,7 @@ def test_a_text_longer_than_the_context_is_embedded_in_chunks(
 
 
 def test_parts_of_a_text_are_embedded_together_by_late_chunking(
-    embedder: tuple[Served, torch.nn.Module, Tokenizer], bundled: Served
+    embedder: tuple[Served, torch.nn.Module, Tokenizer], demo: Served
 ) -> None:
     """Each part is the mean of its own tokens among those of all."""
     served, oracle, tokenizer = embedder
@@ -320,7 +312,7 @@ def test_parts_of_a_text_are_embedded_together_by_late_chunking(
         at += len(part)
         np.testing.assert_allclose(entry["embedding"], wanted / np.linalg.norm(wanted), atol=1e-4)
     assert answer["usage"]["prompt_tokens"] == len(ids)
-    for server, texts in ((served, QUERY), (bundled, DOCUMENTS)):
+    for server, texts in ((served, QUERY), (demo, DOCUMENTS)):
         refused = server.post("/v1/embeddings", {"input": texts, "late_chunking": True})
         assert refused.status_code == 400
         assert refused.json()["error"]["param"] == "late_chunking", refused.text
@@ -466,23 +458,23 @@ def test_length_one_is_asked_for_by_two_names(
         assert answer.status_code == 400 and answer.json()["error"]["param"] == "use_activation"
 
 
-def test_several_conversations_are_embedded_at_once(bundled: Served) -> None:
+def test_several_conversations_are_embedded_at_once(demo: Served) -> None:
     talks = [
         [{"role": "user", "content": text}, {"role": "assistant", "content": "Yes."}]
         for text in DOCUMENTS
     ]
     for path, key in (("/v1/embeddings", "embedding"), ("/pooling", "data")):
-        together = served_rows(bundled, path, key, messages=talks)
-        alone = [served_rows(bundled, path, key, messages=talk)[0] for talk in talks]
+        together = served_rows(demo, path, key, messages=talks)
+        alone = [served_rows(demo, path, key, messages=talk)[0] for talk in talks]
         np.testing.assert_allclose(together, alone, atol=1e-5)
-        opened = served_rows(bundled, path, key, messages=talks[0], add_generation_prompt=True)
+        opened = served_rows(demo, path, key, messages=talks[0], add_generation_prompt=True)
         assert np.abs(np.array(opened[0]) - alone[0]).max() > 1e-3
     for given, field in (
         ([talks[0], talks[0][0]], "messages"),
         ([talks[0], []], "messages[1]"),
         ([talks[0], [{"role": "robot", "content": "x"}]], "messages[1][0].role"),
     ):
-        answer = bundled.post("/v1/embeddings", {"messages": given})
+        answer = demo.post("/v1/embeddings", {"messages": given})
         assert answer.status_code == 400, answer.text
         assert answer.json()["error"]["param"] == field, answer.text
 
@@ -700,16 +692,16 @@ def test_what_cannot_be_pooled_is_named(
     assert served.at_rest()
 
 
-def test_a_decoder_embeds_chunk_by_chunk_and_keeps_generating(bundled: Served) -> None:
+def test_a_decoder_embeds_chunk_by_chunk_and_keeps_generating(demo: Served) -> None:
     oracle = transformers.AutoModel.from_pretrained(MODEL, dtype=torch.float32).eval()
     ids = [int(i) for i in np.random.default_rng(1).integers(20, 2000, 300)]
-    last = served_vector(bundled, {"input": ids})
+    last = served_vector(demo, {"input": ids})
     np.testing.assert_allclose(last, expected(oracle, ids, "last"), atol=1e-4)
-    mean = bundled.post("/pooling", {"input": ids, "pooling": "mean"}).json()["data"][0]["data"]
+    mean = demo.post("/pooling", {"input": ids, "pooling": "mean"}).json()["data"][0]["data"]
     np.testing.assert_allclose(mean, expected(oracle, ids, "mean"), atol=1e-4)
-    np.testing.assert_allclose(served_vector(bundled, {"input": ids}), last, atol=1e-4)
-    text = bundled.post("/v1/completions", {"prompt": "Once", "max_tokens": 3, "temperature": 0})
-    assert text.status_code == 200 and bundled.at_rest()
+    np.testing.assert_allclose(served_vector(demo, {"input": ids}), last, atol=1e-4)
+    text = demo.post("/v1/completions", {"prompt": "Once", "max_tokens": 3, "temperature": 0})
+    assert text.status_code == 200 and demo.at_rest()
 
 
 def served_vector(served: Served, body: dict[str, object]) -> list[float]:
@@ -717,19 +709,19 @@ def served_vector(served: Served, body: dict[str, object]) -> list[float]:
     return found
 
 
-def test_generative_scoring_equals_the_whole_softmax(bundled: Served) -> None:
+def test_generative_scoring_equals_the_whole_softmax(demo: Served) -> None:
     """API-18, REG-106."""
     oracle = transformers.AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
     query, items, labels = [50, 60, 70], [[80, 81], [90]], [100, 200, 300]
     body = {"query": query, "items": items, "label_token_ids": labels}
-    scores = [d["score"] for d in bundled.post("/generative_scoring", body).json()["data"]]
-    plain = bundled.post("/generative_scoring", {**body, "apply_softmax": False}).json()["data"]
+    scores = [d["score"] for d in demo.post("/generative_scoring", body).json()["data"]]
+    plain = demo.post("/generative_scoring", {**body, "apply_softmax": False}).json()["data"]
     for item, score, chance in zip(items, scores, plain, strict=True):
         with torch.inference_mode():
             chances = oracle(torch.tensor([query + item])).logits[0, -1].softmax(-1)
         assert abs(score - float(chances[100] / chances[labels].sum())) < 1e-4
         assert abs(chance["score"] - float(chances[100])) < 1e-5
     for wrong in ([10**9], [-1], [], [1] * 129):
-        refused = bundled.post("/generative_scoring", {**body, "label_token_ids": wrong})
+        refused = demo.post("/generative_scoring", {**body, "label_token_ids": wrong})
         assert refused.status_code == 400, wrong
         assert refused.json()["error"]["param"].startswith("label_token_ids")

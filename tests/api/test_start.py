@@ -36,7 +36,11 @@ def test_a_chat_template_that_does_not_compile_ends_the_start(model: Path, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("mode", "said"), [(0o777, "everyone can write to it"), (None, "--file-store auto")]
+    ("mode", "said"),
+    [
+        (0o777, "everyone can write to it"),
+        pytest.param(None, "--file-store auto", marks=pytest.mark.slow),
+    ],
 )
 def test_a_cache_folder_that_cannot_be_used_is_named_at_start(
     model: Path, tmp_path: Path, mode: int | None, said: str
@@ -75,6 +79,7 @@ def test_a_template_of_the_users_is_the_one_that_renders_and_is_quiet_for_script
         assert not any(line.startswith("try:") for line in served.lines)
 
 
+@pytest.mark.slow
 def test_the_api_can_be_a_socket_file_that_its_owner_alone_opens(
     model: Path, tmp_path: Path
 ) -> None:

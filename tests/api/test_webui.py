@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,14 +17,8 @@ from tests.api.serving import Served, serving
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
 
-@pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with serving(None, "--threads", "1") as found:
-        yield found
-
-
-def test_every_file_comes_without_a_key_and_under_a_strict_policy() -> None:
-    with serving(None, "--threads", "1", "--api-keys", "secret-key-1") as guarded:
+def test_every_file_comes_without_a_key_and_under_a_strict_policy(model: Path) -> None:
+    with serving(model, "--api-keys", "secret-key-1") as guarded:
         for path, (_, kind) in PAGES.items():
             answer = guarded.get(path)
             assert answer.status_code == 200 and answer.headers["content-type"] == kind
@@ -36,9 +31,9 @@ def test_every_file_comes_without_a_key_and_under_a_strict_policy() -> None:
             assert guarded.get(path).status_code == 401
 
 
-def test_the_page_asks_nobody_else_and_names_only_files_that_exist(served: Served) -> None:
+def test_the_page_asks_nobody_else_and_names_only_files_that_exist(demo: Served) -> None:
     for path in PAGES:
-        text = served.get(path).text
+        text = demo.get(path).text
         named = re.findall(r"""(?:src|href|from)\s*=?\s*["'](/[^"']*)["']""", text)
         assert set(named) <= set(PAGES), path
         elsewhere = re.findall(r"https?://[\w.-]+\.\w+", text)
@@ -57,12 +52,12 @@ def browser() -> Iterator[Any]:
 
 
 @pytest.fixture
-def page(browser: Any, served: Served) -> Iterator[Any]:
+def page(browser: Any, demo: Served) -> Iterator[Any]:
     context = browser.new_context(viewport={"width": 1280, "height": 800})
     opened, faults = context.new_page(), []
     opened.on("pageerror", lambda error: faults.append(str(error)))
     opened.on("console", lambda said: faults.append(said.text) if said.type == "error" else None)
-    opened.goto(served.url + "/")
+    opened.goto(demo.url + "/")
     opened.locator("#model option").first.wait_for(state="attached")
     yield opened
     context.close()
@@ -76,7 +71,7 @@ def say(page: Any, text: str) -> None:
     page.locator(".message.assistant .actions").nth(answers).wait_for(timeout=60_000)
 
 
-def test_no_icon_is_a_character_of_a_symbol_font(served: Served) -> None:
+def test_no_icon_is_a_character_of_a_symbol_font(demo: Served) -> None:
     """Arrows, technical signs, shapes, dingbats and emoji are missing on machines without such a font."""
     ranges = [
         (0x2190, 0x21FF),
@@ -85,7 +80,7 @@ def test_no_icon_is_a_character_of_a_symbol_font(served: Served) -> None:
         (0x2B00, 0x2BFF),
         (0x1F000, 0x1FAFF),
     ]
-    pages = {path: served.get(path).text for path in PAGES}
+    pages = {path: demo.get(path).text for path in PAGES}
     symbols = {
         (path, char)
         for path, text in pages.items()
@@ -225,10 +220,10 @@ def test_the_live_view_shows_the_engine(page: Any) -> None:
     assert page.locator("#blocks").inner_text().count("\n") >= 4
 
 
-def test_it_fits_a_phone(browser: Any, served: Served) -> None:
+def test_it_fits_a_phone(browser: Any, demo: Served) -> None:
     context = browser.new_context(viewport={"width": 360, "height": 640}, color_scheme="dark")
     phone = context.new_page()
-    phone.goto(served.url + "/")
+    phone.goto(demo.url + "/")
     phone.locator("#send").wait_for()
     for view in ("chat", "engine"):
         phone.click(f"[data-view={view}]")

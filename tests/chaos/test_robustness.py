@@ -132,6 +132,7 @@ def test_goodput_holds_for_ten_minutes_at_every_load(deadline_s: str) -> None:
         assert not row["ledger"].keys() & {"lost", "failed"}, row
 
 
+@pytest.mark.slow
 def test_nothing_is_unpickled_in_any_process() -> None:
     """P1/T1."""
     report = run("no_pickle")

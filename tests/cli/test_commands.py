@@ -130,6 +130,7 @@ def test_generate_answers_in_order() -> None:
     assert "42" in answers[0] and "39" in answers[1]
 
 
+@pytest.mark.slow
 def test_chat_keeps_the_conversation_until_the_end_of_input() -> None:
     done = headrace(
         "chat", "--temperature", "0", stdin="What is 17 + 25?\n/stats\n/new\nHello!\n/quit\n"

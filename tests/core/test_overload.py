@@ -78,6 +78,7 @@ def load_now(driver: Driver) -> Load:
     return load_of(driver.core.scheduler, driver.core.counters)
 
 
+@pytest.mark.slow
 def test_nothing_is_refused_below_the_capacity() -> None:
     offered = Offered(0.5)
     assert offered.run(SECONDS) >= 0.45

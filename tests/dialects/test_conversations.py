@@ -149,6 +149,7 @@ def test_items_that_cannot_be_kept_are_named(
     assert list(gpt.conversations.items.list(talk.id)) == []
 
 
+@pytest.mark.slow
 def test_a_conversation_is_bounded_and_survives_a_restart(model: Path, tmp_path: Path) -> None:
     options = ("--max-body-bytes", "4096", "--response-store", f"sqlite:{tmp_path}/kept.sqlite3")
     with serving(model, *options) as served, openai_client(served.url) as client:

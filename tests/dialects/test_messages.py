@@ -290,6 +290,7 @@ def test_results_of_tools_run_elsewhere_are_passed_over(claude: anthropic.Anthro
     assert count(claude, [{"role": "user", "content": [result, text]}]) == count(claude, ADD)
 
 
+@pytest.mark.slow
 def test_counting_takes_no_place_in_a_full_queue(model: Any) -> None:
     """Agents count every tool of theirs at once, whatever the engine is doing."""
     options = ("--max-running", "1", "--max-queued-requests", "1", "--served-model-name", "tiny")

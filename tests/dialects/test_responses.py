@@ -545,6 +545,7 @@ def test_state_survives_a_restart_and_a_crash_in_the_background_is_told(
         assert served.stop() == 0
 
 
+@pytest.mark.slow
 def test_a_server_without_a_store_says_so(model: Any) -> None:
     with serving(model, "--response-store", "off") as served:
         given = {"input": "fox", "max_output_tokens": 2}

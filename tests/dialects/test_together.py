@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
+import pytest
 
 from tests.api.serving import NO_TLS, Served
 from tests.dialects.conftest import KEY
@@ -35,6 +36,7 @@ def body(number: int) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_tool_calls_beside_each_other_are_all_answered(bundled: Served) -> None:
     limits = httpx.Limits(max_connections=AT_ONCE)
     headers = {"x-api-key": KEY}

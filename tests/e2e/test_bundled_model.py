@@ -92,8 +92,8 @@ def called(calls: list[dict[str, Any]]) -> list[FunctionCall]:
 @pytest.mark.parametrize(
     "task",
     [
-        "copy",
         "arithmetic",
+        pytest.param("copy", marks=pytest.mark.slow),
         pytest.param("tool_call", marks=pytest.mark.slow),
         pytest.param("recall", marks=pytest.mark.slow),
         pytest.param("json", marks=pytest.mark.slow),
@@ -246,6 +246,7 @@ def test_a_tool_result_is_answered(client: openai.OpenAI, model: str) -> None:
     assert second.choices[0].finish_reason in ("stop", "tool_calls")
 
 
+@pytest.mark.slow
 def test_sampling_with_a_seed_repeats_and_without_varies(client: openai.OpenAI, model: str) -> None:
     def story(seed: int | None) -> str:
         """Hot and with every token allowed: no two of these are alike by chance."""

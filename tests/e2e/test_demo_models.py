@@ -78,6 +78,7 @@ def test_a_receipt_is_read_line_by_line_and_no_line_twice(eye: openai.OpenAI, li
     assert asked(eye, "What does the image say?", picture) == lines
 
 
+@pytest.mark.slow
 def test_a_word_is_read_and_red_circles_are_counted(eye: openai.OpenAI) -> None:
     picture, draw = blank()
     draw.text((20, 55), "Hello", fill=(20, 40, 160), font=ImageFont.load_default(44))
@@ -88,6 +89,7 @@ def test_a_word_is_read_and_red_circles_are_counted(eye: openai.OpenAI) -> None:
     assert asked(eye, "How many red circles are there?", picture) == "3"
 
 
+@pytest.mark.slow
 def test_most_scenes_are_counted(eye: openai.OpenAI) -> None:
     """Of ten answers; a tower or positions that are wrong leave two or three by chance."""
     right = 0
@@ -102,6 +104,7 @@ def test_most_scenes_are_counted(eye: openai.OpenAI) -> None:
 COUNTED = 7
 
 
+@pytest.mark.slow
 def test_speech_is_written_down_with_times(ear: openai.OpenAI) -> None:
     """A held-out voice; an OpenAI client's verbose answer has the segments."""
     item = read_items(HEARD)["de"][0]

@@ -56,6 +56,7 @@ def answers(engine: Engine, first_seed: int) -> list[list[int]]:
     return [found[request.id].tokens for request in requests]
 
 
+@pytest.mark.slow
 def test_drafts_change_no_distribution(engines: list[Engine]) -> None:
     plain, drafted = engines
     expected = answers(plain, 0)

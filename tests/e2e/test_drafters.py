@@ -170,6 +170,7 @@ def test_preemption_and_chunks_change_nothing(pair: Any, kind: str) -> None:
     assert accepted(drafted) >= least(kind, 100)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", slow_heads)
 def test_a_prefix_hit_has_the_drafters_keys_too(pair: Any, kind: str) -> None:
     """A conversation that goes on: its drafts stand as often as if all had been computed (REG-085): hits take no

@@ -18,6 +18,7 @@ from headrace import LLM, SamplingParams
 from headrace.base.config.hf import read_json
 from headrace.base.errors import RequestError
 
+pytestmark = pytest.mark.slow
 LEAD = ["▁<", "|", "embed", "|", ">", "<0x0A>"]
 WORDS = ["<s>", "</s>", "<unk>", "<", *dict.fromkeys(LEAD), "user"]
 WORDS += [f"w{i}" for i in range(96 - len(WORDS))]

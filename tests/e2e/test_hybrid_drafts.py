@@ -99,6 +99,7 @@ def pair(hybrid: Path, tmp_path: Path) -> Iterator[Any]:
         engine.executor.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", ["eagle3", *(pytest.param(kind, marks=SLOW) for kind in KINDS if kind != "eagle3")]
 )

@@ -7,6 +7,7 @@ import time
 from functools import partial
 
 import numpy as np
+import pytest
 
 from headrace.back.executor.choose import make_executor
 from headrace.base.config.tree import Options
@@ -35,6 +36,7 @@ SCHEMA = {
 }
 
 
+@pytest.mark.slow
 def test_the_bundled_model_writes_the_same_text_in_fewer_steps() -> None:
     spec = resolve_options(Options()).engine
     assert spec.grammar is not None

@@ -14,6 +14,7 @@ import transformers
 
 from tests.api.serving import Served, serving
 
+pytestmark = pytest.mark.slow
 TEXTS = [
     "That is a happy person",
     "That is a very happy person",

@@ -267,6 +267,7 @@ def assert_drafts_stand(plain: Engine, drafted: Engine, feature: str) -> None:
     assert steps[1] < 0.85 * steps[0], steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "feature",
     [pytest.param(name, marks=() if name in IN_GATE else pytest.mark.slow) for name in FEATURES],
@@ -298,6 +299,7 @@ def test_graphs_that_draft_and_verify_give_the_same_tokens(pair: Any) -> None:
     assert accepted(drafted) > 20
 
 
+@pytest.mark.slow
 def test_preemption_and_chunks_change_nothing(pair: Any) -> None:
     plain, drafted = pair(kv_blocks=34, max_step_tokens=16, max_running=12, prefix_caching=False)
     requests = requests_of(plain.spec, 8, lengths=(90,))
@@ -399,6 +401,7 @@ def test_a_prediction_ends_where_the_row_needs_its_place(pair: Any) -> None:
     assert run(plain.core, [request])[0].tokens == run(drafted.core, [predicted])[0].tokens
 
 
+@pytest.mark.slow
 @TURNS
 def test_earlier_requests_draft_for_those_that_ask_again(turns: int) -> None:
     """By method suffix: all ways to sample give the tokens of plain decoding, and a second round of the same requests

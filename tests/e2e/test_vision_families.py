@@ -33,8 +33,6 @@ MARKS = {
     "paligemma": "<image>",
     "gemma4-mutual": "<image>",
 }
-GATED = ("pixtral",)
-"""In make test: of any size, in tiles. The processors of all are held by tests/front/media."""
 CASES = {**test_towers.CASES, **vision_cases.CASES}
 SOFT = {"gemma3": "<image_soft_token>"}
 """What stands for an image's tokens where the mark in the prompt is another."""
@@ -92,10 +90,8 @@ def answered(folder: Path, parts: list[dict[str, Any]]) -> tuple[list[int], list
         return output.prompt_ids, output.outputs[0].token_ids
 
 
-@pytest.mark.parametrize(
-    "name",
-    [name if name in GATED else pytest.param(name, marks=pytest.mark.slow) for name in MARKS],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MARKS)
 def test_images_alone(name: str, tmp_path: Path) -> None:
     ids = write_tokenizer(tmp_path, mark=MARKS[name], more=MORE)
     case = CASES[name]

@@ -57,6 +57,7 @@ def test_two_ranks_share_experts_of_images(tmp_path: Path) -> None:
 SHARED = ("internvl", "qwen3-vl")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "shared", [SHARED[1:], pytest.param(SHARED[:1], marks=pytest.mark.slow)], ids=" ".join

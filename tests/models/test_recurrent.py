@@ -63,7 +63,7 @@ ALIKE = (
         "lfm2-moe",
         "lfm3",
     ),
-    *("nemotron-h-latent-experts", "qwen3.5", "qwen3.5-moe", "rwkv"),
+    *("nemotron-h-latent-experts", "qwen3.5", "qwen3.5-moe", "rwkv", "zamba2", "falcon-h1"),
 )
 """Their layers stand in other families of the list: with engines of their own in `make slow` alone. The logits of all
 are held by test_parity.py."""

@@ -371,6 +371,7 @@ def test_the_port_of_another_server_is_refused_at_start(served: Served) -> None:
         assert f"127.0.0.1:{port}" in ended.stderr and "Traceback" not in ended.stderr
 
 
+@pytest.mark.slow
 def test_the_servers_own_end_can_be_asked_for(tmp_path: Path) -> None:
     model = write_model_folder(tmp_path / "tiny")
     with serving(model, "--grpc-port", "0", "--admin-key", ADMIN) as served:

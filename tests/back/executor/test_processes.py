@@ -179,6 +179,7 @@ def test_a_variable_of_a_library_reaches_cores_and_workers(
         worker.channel.close()
 
 
+@pytest.mark.slow
 def test_errors_at_start_come_through_as_what_they_are() -> None:
     spec = tiny_spec(executor="processes", config={"damaged": True})
     with pytest.raises(CheckpointError, match="not finite"):
@@ -187,6 +188,7 @@ def test_errors_at_start_come_through_as_what_they_are() -> None:
         ProcessExecutor(spec, loader="tests.back.tiny_model:no_such_loader")
 
 
+@pytest.mark.slow
 def test_a_worker_whose_parent_is_gone_ends_by_itself() -> None:
     """No orphans: the end of the parent's stream is the worker's end."""
     worker = WorkerProcess(0)

@@ -140,13 +140,12 @@ SOME = (
 )
 
 
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("doubted", [False, True])
+@pytest.mark.parametrize("doubted", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize(
     "options",
     [
         (),
-        ("--quantization", "int8"),
+        pytest.param(("--quantization", "int8"), marks=pytest.mark.slow),
         pytest.param(("--dtype", "float32"), marks=pytest.mark.slow),
         pytest.param(("--quantization", "int4"), marks=pytest.mark.slow),
     ],

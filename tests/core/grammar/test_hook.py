@@ -231,6 +231,7 @@ def test_what_does_not_compile_is_told_to_its_sender_alone(
     assert driver.finished[2].reason == "length"
 
 
+@pytest.mark.slow
 def test_a_grammar_that_takes_too_long_is_killed_and_nobody_waits() -> None:
     """P12, REG-109: the deadline ends the process, another grammar is compiled meanwhile, the next one works."""
     limits = CompileLimits(seconds=20.0, threads=2)

@@ -71,6 +71,7 @@ def test_no_compiler_is_named_as_the_reason(monkeypatch):
         build.build()
 
 
+@pytest.mark.slow
 def test_an_instruction_set_the_compiler_lacks_is_left_out(tmp_path, monkeypatch):
     """The library then has the others, and a machine that would like the missing one runs the best of these."""
     unknown = build.Isa(name="avx512dot", machines=(), flags=("-march=of-tomorrow",))
@@ -97,6 +98,7 @@ def test_for_this_cpu_alone_there_are_its_best_set_and_those_it_takes_kernels_fr
     assert [bool(isa.only) for isa in best] == [False] + [True] * (len(best) - 1)
 
 
+@pytest.mark.slow
 def test_a_library_for_this_cpu_alone_is_built_until_there_is_one_of_all(tmp_path, monkeypatch):
     monkeypatch.setattr(build, "ISAS", (build.Isa(name="portable", machines=(), flags=("-O0",)),))
     few = [path for path in build.sources() if path.suffix == ".h" or path.stem == "native_probe"]
