@@ -307,6 +307,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             **{"num_shared_experts": 2, "route_scale": 1.7, "mup_enabled": True},
         },
     ),
+    "aria-text": (
+        "AriaText",
+        {"head_dim": 8, "moe_num_experts": 6, "moe_topk": 3, "moe_num_shared_experts": 2},
+    ),
     "beam": (
         "Beam",
         {

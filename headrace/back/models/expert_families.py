@@ -15,6 +15,7 @@ EXPERTS: Mapping[str, str] = {
     "SarvamMLAForCausalLM": "deepseek",
     "Mistral4ForCausalLM": "mistral4",
     "AfmoeForCausalLM": "afmoe",
+    "AriaTextForCausalLM": "aria_text",
     "BeamForCausalLM": "beam",
     "MuseSparkForCausalLM": "muse_spark",
     "HYV3ForCausalLM": "hy_v3",

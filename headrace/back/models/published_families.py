@@ -8,6 +8,7 @@ from typing import Any
 
 from headrace.back.models.dense_families import DENSE_PUBLISHED
 from headrace.back.models.expert_families import EXPERTS_PUBLISHED
+from headrace.back.models.not_built import BLOCKED
 from headrace.back.models.recurrent_families import RECURRENT_DECODERS_PUBLISHED
 from headrace.base.config.refused import refuse_remote_code
 from headrace.base.errors import CheckpointError
@@ -69,6 +70,7 @@ DIFFUSION = (
     "SDARMoeForCausalLM",
 )
 NOT_BUILT: Mapping[str, str] = {
+    **BLOCKED,
     **dict.fromkeys(DIFFUSION, "it fills in many tokens at once, in any order"),
 }
 """Architectures that are asked for, and why they do not run; checkpoints of them bring code."""

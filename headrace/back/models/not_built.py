@@ -1,0 +1,209 @@
+"""Architectures that do not run here, and what each of them lacks: asked for by name, or known to
+`transformers`. docs/MODELS.md has the table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification")
+ENCODERS = ("Model", "ForMaskedLM", *CLASSIFIERS)
+HALVES = (
+    *("Bart", "MBart", "Mvp", "PLBart", "Blenderbot", "BlenderbotSmall", "Marian", "Pegasus"),
+    *("BigBirdPegasus", "Whisper", "TrOCR"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Missing:
+    """A row: what people call the family, its architectures, and what they need."""
+
+    family: str
+    names: tuple[str, ...]
+    needs: str
+
+
+def _classes(base: str, endings: tuple[str, ...] = ENCODERS) -> tuple[str, ...]:
+    return tuple(f"{base}{ending}" for ending in endings)
+
+
+MISSING = (
+    Missing(
+        family="DeepSeek V4.1",
+        names=("DeepseekV41ForCausalLM",),
+        needs="layers that read the caches of others, tables of n-grams that gate its streams, and "
+        "choices of positions among chosen blocks",
+    ),
+    Missing(
+        family="DeepSeek V4 with vision",
+        names=("DeepseekV4ForConditionalGeneration",),
+        needs="its tower before DeepSeek V4",
+    ),
+    Missing(
+        family="K2 Horizon",
+        names=("K2HorizonForCausalLM",),
+        needs="values that experts make for the attention, and norms of the residual in groups",
+    ),
+    Missing(
+        family="Intern-S1-Pro",
+        names=("InternS1ProForConditionalGeneration",),
+        needs="rotations that are sums of several frequencies (FoPE)",
+    ),
+    Missing(
+        family="Inkling's text part alone",
+        names=("InklingForCausalLM", "Inkling2ForCausalLM"),
+        needs="the whole checkpoint (InklingForConditionalGeneration)",
+    ),
+    Missing(
+        family="North Micro Vision's text part alone",
+        names=("CohereCompassForCausalLM", "CohereCompassTextForSequenceClassification"),
+        needs="the whole checkpoint (CohereCompassForConditionalGeneration)",
+    ),
+    Missing(
+        family="Gemma 4's drafters",
+        names=("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM"),
+        needs="the model that they draft for (--speculative-config)",
+    ),
+    Missing(
+        family="LLaDA 2",
+        names=("LLaDA2MoeModelLM",),
+        needs="tokens that come by blocks, through several steps each",
+    ),
+    Missing(family="BLT", names=("BltForCausalLM",), needs="patches of bytes by a model's entropy"),
+    Missing(
+        family="openPangu VL",
+        names=("OpenPanguVLForConditionalGeneration",),
+        needs="several numbers of windows in one tower",
+    ),
+    Missing(
+        family="RWKV 5", names=("Rwkv5ForCausalLM",), needs="a recurrence between those of 4 and 6"
+    ),
+    Missing(
+        family="TrOCR, Donut, Nougat; GIT",
+        names=("VisionEncoderDecoderModel", "GitForCausalLM"),
+        needs="an encoder that reads an image alone",
+    ),
+    Missing(
+        family="decoders of encoder-decoders alone",
+        names=tuple(f"{base}ForCausalLM" for base in (*HALVES, "ProphetNet")),
+        needs="the encoder that they read from: serve the ...ForConditionalGeneration of the two",
+    ),
+    Missing(
+        family="encoder-decoders as classifiers, but for BART",
+        names=tuple(
+            f"{base}ForSequenceClassification"
+            for base in (
+                *("MBart", "Mvp", "PLBart", "BigBirdPegasus"),
+                *("T5", "MT5", "UMT5", "T5Gemma", "T5Gemma2"),
+            )
+        ),
+        needs="a decoder that judges, of this family",
+    ),
+    Missing(
+        family="T5's encoders as classifiers of tokens",
+        names=tuple(
+            f"{base}ForTokenClassification" for base in ("T5", "MT5", "UMT5", "T5Gemma", "T5Gemma2")
+        ),
+        needs="this head on its encoder",
+    ),
+    Missing(
+        family="UMT5 without a head",
+        names=("UMT5Model",),
+        needs="something to answer with (the encoder alone is UMT5EncoderModel)",
+    ),
+    Missing(
+        family="XLNet",
+        names=("XLNetLMHeadModel", *_classes("XLNet", ("Model", *CLASSIFIERS))),
+        needs="attention in both directions over a permutation",
+    ),
+    Missing(
+        family="Reformer",
+        names=("ReformerModelWithLMHead", *_classes("Reformer")),
+        needs="attention among tokens of one hash",
+    ),
+    Missing(
+        family="ProphetNet",
+        names=("ProphetNetForConditionalGeneration",),
+        needs="streams of guesses",
+    ),
+    Missing(
+        family="FSMT",
+        names=("FSMTForConditionalGeneration",),
+        needs="two vocabularies, and a tokenizer that only Python code reads",
+    ),
+    Missing(
+        family="CPM-Ant",
+        names=("CpmAntForCausalLM",),
+        needs="learned prompts, and biases by the segments of a text",
+    ),
+    Missing(
+        family="Moshi, MusicGen",
+        names=("MoshiForCausalLM", "MusicgenForCausalLM", "MusicgenMelodyForCausalLM"),
+        needs="several tokens of sound at a time",
+    ),
+    Missing(
+        family="Music Flamingo, VibeVoice, Nemotron Transcribe",
+        names=(
+            *("MusicFlamingoForConditionalGeneration", "VibeVoiceAsrForConditionalGeneration"),
+            "Nemotron3_5TranscribeForConditionalGeneration",
+        ),
+        needs="its encoder of sound",
+    ),
+    Missing(
+        family="Qwen3-ASR's aligner",
+        names=("Qwen3ASRForTokenClassification", "Qwen3ASRForcedAlignerForTokenClassification"),
+        needs="sound and its text in one request, whose words it places",
+    ),
+    Missing(
+        family="LayoutLM 1 to 3, LiLT, MarkupLM, TAPAS, BROS",
+        names=(
+            *_classes("LayoutLM"),
+            *(name for base in ("LayoutLMv2", "LayoutLMv3") for name in _classes(base)),
+            *(name for base in ("Lilt", "MarkupLM", "Tapas", "Bros") for name in _classes(base)),
+        ),
+        needs="boxes, paths or cells beside the tokens, which no request carries",
+    ),
+    Missing(
+        family="Nystromformer, YOSO, MRA, Funnel, Perceiver",
+        names=tuple(
+            name
+            for base in ("Nystromformer", "Yoso", "Mra", "Funnel", "Perceiver")
+            for name in _classes(base)
+        ),
+        needs="attention by landmarks, samples, blocks or fewer tokens, each of its own",
+    ),
+    Missing(
+        family="I-BERT", names=_classes("IBert"), needs="functions of whole numbers of its own"
+    ),
+    Missing(
+        family="RoCBert as an encoder",
+        names=_classes("RoCBert"),
+        needs="shapes and sounds of characters beside the tokens",
+    ),
+    Missing(
+        family="CANINE",
+        names=_classes("Canine", ("Model", *CLASSIFIERS)),
+        needs="characters in place of tokens",
+    ),
+    Missing(
+        family="NeoMME, UltraVBERT; ModernVBERT with other heads",
+        names=(
+            *_classes("NeoMME"),
+            *_classes("UltraVBert"),
+            *_classes("ModernVBert", ("ForMaskedLM", *CLASSIFIERS)),
+        ),
+        needs="a tower before an encoder of texts, with this head",
+    ),
+)
+BLOCKED: Mapping[str, str] = {
+    name: f"it needs {row.needs}" for row in MISSING for name in row.names
+}
+"""What an architecture needs, by its name."""
+
+
+def missing_table() -> str:
+    """The rows as docs/MODELS.md has them."""
+    head = "| family | architecture | what it needs |\n|---|---|---|\n"
+    return head + "".join(
+        f"| {row.family} | {', '.join(row.names)} | {row.needs} |\n" for row in MISSING
+    )
