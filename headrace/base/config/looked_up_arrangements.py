@@ -1,6 +1,6 @@
 """Rows of quantized_arrangements.py, with their shapes: weights whose values are looked up (AQLM,
 VPTQ, EXL3), whose groups have bits of their own (EXL2), whose inputs are rotated (FP-Quant,
-HIGGS), or whose scales are quantized (SpQR)."""
+HIGGS, QuIP#), or whose scales are quantized (SpQR)."""
 
 from __future__ import annotations
 
@@ -18,6 +18,28 @@ Forms = Mapping[str, tuple[Shape, ...]]
 def _book(numbers: Numbers) -> Codebook:
     assert numbers.codebook is not None, numbers
     return numbers.codebook
+
+
+HADAMARD_ORDERS = (172, 156, 140, 108, 60, 52, 36, 28, 20, 12, 1)
+
+
+def hadamard_order(length: int) -> int | None:
+    """The first of these orders that divides a length; None: the quotient is no power of two."""
+    order = next(one for one in HADAMARD_ORDERS if length % one == 0)
+    rest = length // order
+    return order if rest > 0 and rest & (rest - 1) == 0 else None
+
+
+def quip_shape(stored: StoredMembers) -> Shape:
+    """Signs of outputs and inputs say how many there are."""
+    (outputs,), (inputs,) = stored.shape("output_signs"), stored.shape("input_signs")
+    words = inputs * stored.numbers.bits // 64
+    if outputs % 16 or inputs % 64 or stored.shape("values") != (outputs, words):
+        raise ValueError(f"{outputs} x {inputs} of {stored.numbers.bits} bits take other words")
+    for size in (outputs, inputs):
+        if hadamard_order(size) is None:
+            raise ValueError(f"no Hadamard matrix of {size} is known here")
+    return outputs, inputs
 
 
 def aqlm_shape(stored: StoredMembers) -> Shape:
@@ -287,6 +309,20 @@ LOOKED_UP = {
         optional=("levels",),
         shape=higgs_shape,
         expected=higgs_members,
+    ),
+    "quip": Arrangement(
+        roles={
+            "values": "{module}.Qidxs",
+            "input_signs": "{module}.SU",
+            "output_signs": "{module}.SV",
+            "scale": "{module}.Wscale",
+            "book": "{module}.codebook_id",
+            "merged_scales": "{module}.fuse_scales",
+        },
+        dtypes=("I64",),
+        optional=("book", "merged_scales"),
+        shape=quip_shape,
+        expected=lambda shape, numbers: {"scale": ((), (1,))},
     ),
     "spqr": Arrangement(
         roles={

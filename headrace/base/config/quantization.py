@@ -60,6 +60,7 @@ class Numbers(msgspec.Struct, frozen=True, kw_only=True):
                  0: they do
     largest      what stands for the largest magnitude of the weight, where that is stored; 0: it
                  is not
+    divisor      of the second vectors that are added (QuIP#); 0: there are none
     """
 
     arrangement: str
@@ -74,6 +75,7 @@ class Numbers(msgspec.Struct, frozen=True, kw_only=True):
     sections: int = 1
     size: tuple[int, int] = (0, 0)
     largest: int = 0
+    divisor: float = 0.0
 
 
 class Rule(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,11 +89,13 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
 class StoredQuantization(msgspec.Struct, frozen=True, kw_only=True):
     """A checkpoint's format. The first rule that a module's name fits holds for it; without any
     all is plain, and numbers are only to be made of it. `sparse`: the
-    arrangement of weights whose zeros are left out, quantized or not; "": there are none."""
+    arrangement of weights whose zeros are left out, quantized or not; "": there are none. `merged`:
+    the last name of a module that holds several side by side -> theirs, and the outputs of each."""
 
     method: str
     rules: tuple[Rule, ...]
     sparse: str = ""
+    merged: dict[str, tuple[tuple[str, int], ...]] = {}
 
     def of(self, module: str) -> Numbers | None:
         """How a module's weight is stored if it is quantized; None: plain by the config."""

@@ -4,7 +4,7 @@ A variant that is not known is refused by its key, value and the known values. c
 quantization_compressed.py; floats of 4 and 8 bits: quantization_fp4.py, quantization_fp8.py and
 quantization_round.py; what packages of PyTorch write: quantization_torch.py; MLX:
 quantization_mlx.py; AMD's and SGLang's: quantization_quark.py, quantization_sglang.py; codebooks:
-quantization_vectors.py.
+quantization_vectors.py and, where no method is named, quantization_quip.py.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from headrace.base.config.quantization_fp4 import fouroversix, mxfp4
 from headrace.base.config.quantization_fp8 import fbgemm, fp8, mxfp8
 from headrace.base.config.quantization_mlx import mlx
 from headrace.base.config.quantization_quark import quark
+from headrace.base.config.quantization_quip import quip
 from headrace.base.config.quantization_round import floats, is_floating
 from headrace.base.config.quantization_sglang import (
     blockwise_int8,
@@ -54,8 +55,8 @@ def stored_quantization(raw: Mapping[str, Any], where: str) -> StoredQuantizatio
     for reader in (ConfigReader(raw, where), ConfigReader(raw, where).section("text_config")):
         if reader is None:
             continue
-        if "quip_params" in reader:
-            raise reader.wrong("quip_params", "absent (weights of QuIP# are not read)")
+        if (params := reader.section("quip_params")) is not None:
+            return quip(reader, params)
         for key in ("quantization_config", "compression_config"):
             config = reader.section(key)
             if config is not None:

@@ -24,13 +24,16 @@ Bytes = Callable[[str], bytes]
 
 class QuantizedTensor(msgspec.Struct, frozen=True, kw_only=True):
     """A weight that several tensors stand for. `members`: role (as in `ARRANGEMENTS`) -> tensor;
-    `shape` is the weight's; `floating`: the values are e4m3."""
+    `shape` is the weight's; `floating`: the values are e4m3. Of one that lies in a merged weight:
+    the row that is its first there, and the outputs of all that do."""
 
     name: str
     shape: tuple[int, ...]
     numbers: Numbers
     members: dict[str, str]
     floating: bool = False
+    first_row: int = 0
+    merged_rows: tuple[int, ...] = ()
 
     @property
     def kind(self) -> str:
@@ -100,12 +103,37 @@ def find_quantized(
     claimed: set[str] = set()
     for weight, numbers in _weights(quantization, headers, where):
         tensor = _tensor(weight, numbers, headers, content, where)
-        weights[weight] = tensor
+        weights |= {one.name: one for one in _apart(tensor, quantization, where)}
         claimed |= set(tensor.members.values())
     scales = frozenset(
         name for name in headers.keys() - claimed if _ACTIVATION_SCALES.fullmatch(name)
     )
     return QuantizedTensors(weights, frozenset(claimed), scales)
+
+
+def _apart(
+    tensor: QuantizedTensor, quantization: StoredQuantization, where: str
+) -> Iterator[QuantizedTensor]:
+    """The weight, or those that it holds side by side."""
+    stem, _, last = tensor.name.removesuffix(".weight").rpartition(".")
+    if last not in quantization.merged:
+        yield tensor
+        return
+    parts = quantization.merged[last]
+    sizes = tuple(rows for _, rows in parts)
+    if sum(sizes) != tensor.shape[0]:
+        raise CheckpointError(
+            f"{where}: {tensor.name} has {tensor.shape[0]} outputs; "
+            f"{', '.join(f'{name} has {rows}' for name, rows in parts)}"
+        )
+    for place, (name, rows) in enumerate(parts):
+        yield msgspec.structs.replace(
+            tensor,
+            name=f"{stem}.{name}.weight",
+            shape=(rows, *tensor.shape[1:]),
+            first_row=sum(sizes[:place]),
+            merged_rows=sizes,
+        )
 
 
 _PLAIN = Numbers(arrangement="", bits=16, group=(0, 0))

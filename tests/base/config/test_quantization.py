@@ -288,9 +288,24 @@ def test_auto_round_mixes_floats_of_two_sizes() -> None:
     assert (down.activations.bits, up.activations.bits) == (4, 8)
 
 
-def test_quip_is_refused_where_its_config_says_so() -> None:
-    with pytest.raises(CheckpointError, match="QuIP#"):
-        stored_quantization({"quip_params": {"codebook": "E8P12"}}, "config.json")
+QUIP = {"codebook": "E8P12", "codebook_version": 1, "fused": False, "lora_rank": 0}
+
+
+@pytest.mark.parametrize(
+    ("changed", "field"),
+    [
+        ({"codebook": "D4"}, "codebook"),
+        ({"codebook_version": 0}, "codebook_version"),
+        ({"lora_rank": 4}, "lora_rank"),
+        ({"rescale_WH": True}, "rescale_WH"),
+        ({"fused": True}, "num_attention_heads"),
+    ],
+)
+def test_other_variants_of_quip_are_refused_by_key(changed: dict, field: str) -> None:
+    assert stored_quantization({"quip_params": QUIP}, "config.json") is not None
+    with pytest.raises(CheckpointError) as seen:
+        stored_quantization({"quip_params": QUIP | changed}, "config.json")
+    assert seen.value.field == field
 
 
 QUARK_FP8 = {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}}

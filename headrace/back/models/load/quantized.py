@@ -16,7 +16,7 @@ from headrace.back.models.load.safetensors import TORCH_DTYPES, SafetensorsSourc
 from headrace.back.models.load.source import HOST, CheckpointTensor
 from headrace.back.parallel.param import StoredRows
 from headrace.back.quant.cache_scales import CacheScales
-from headrace.back.quant.formats import KEPT_READERS, READERS
+from headrace.back.quant.formats import KEPT_READERS, READERS, WHOLE
 from headrace.back.quant.formats.groups import Groups, joined
 from headrace.back.quant.kept import kept_scheme, levelled_scheme
 from headrace.base.config.cache_scales import CACHE_ZEROS, cache_scale
@@ -136,6 +136,8 @@ class QuantizedSource:
         on_host = target.device.type == "cpu"
         width = max(1, columns.stop - columns.start)
         step = max(32, (HOST_ELEMENTS if on_host else DEVICE_ELEMENTS) // width // 32 * 32)
+        if weight.numbers.arrangement in WHOLE:
+            step = max(1, rows.stop - rows.start)
 
         def read(role: str, *cuts: slice) -> torch.Tensor:
             return self._member(weight.members[role], index, cuts, target.device)

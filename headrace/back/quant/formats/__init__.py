@@ -20,6 +20,7 @@ from headrace.back.quant.formats import (
     higgs,
     hqq,
     packed,
+    quip,
     rotated,
     scaled,
     sparse,
@@ -101,6 +102,7 @@ READERS: Mapping[str, Reader] = {
     "rotated-nvfp4": rotated.nvfp4,
     "rotated-mxfp4": rotated.mxfp4,
     "rotated-floats": rotated.plain,
+    "quip": quip.quip,
     "spqr": spqr.spqr,
     "higgs": higgs.higgs,
     "aqlm": vectors.aqlm,
@@ -111,6 +113,8 @@ READERS: Mapping[str, Reader] = {
     "ternary-inverse": ternary.over,
 }
 """Arrangement -> reader."""
+WHOLE = ("quip",)
+"""Arrangements whose readers take whole weights apart, whatever rows are asked for."""
 KEPT_READERS: Mapping[str, Reader] = {
     **READERS,
     "nvfp4": floats4.modelopt_bits,
