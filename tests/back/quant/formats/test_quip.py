@@ -10,15 +10,20 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
+from headrace.back.models.load import load_model
 from headrace.back.models.load.quantized import QuantizedSource
 from headrace.back.models.load.safetensors import SafetensorsSource
+from headrace.back.parallel.mesh import Mesh
 from headrace.back.quant.formats.rotations import hadamard
 from headrace.base.config.looked_up_arrangements import HADAMARD_ORDERS
 from headrace.base.config.quantization_formats import stored_quantization
 from headrace.base.errors import CheckpointError
 from tests.back.quant.formats.stored_weights import Stored
+from tests.models.oracle import BLOCK_TOKENS, model_spec, oracle_logits, save_oracle
+from tests.models.paged import teacher_forced
+from tests.models.test_parity import tiny_config
 
 TWELVES = """31113333 13113333 11313333 11133333 33313311 33313131 33311331 33313113 33311313 33311133
 33133311 33133131 33131331 33133113 33131313 33131133 31333311 31333131 31331331 31333113 31331313 13331133
@@ -166,3 +171,40 @@ def test_a_length_without_a_matrix_is_refused(tmp_path: Path) -> None:
     params = {"codebook": "E8P12", "codebook_version": 1, "fused": False}
     with pytest.raises(CheckpointError, match=r"no Hadamard matrix of 704"):
         opened(tmp_path, json.loads(json.dumps({"quip_params": params})), stored, "module")
+
+
+@pytest.mark.slow
+def test_a_model_answers_as_its_weights_taken_apart(tmp_path: Path) -> None:
+    """Queries, keys and values in one weight, and ups and gates, in this order."""
+    config = tiny_config("llama")
+    config.update({"hidden_size": 64, "intermediate_size": 64, "head_dim": 16})
+    config.update({"num_attention_heads": 4, "num_key_value_heads": 4})
+    oracle = save_oracle(config, tmp_path)
+    stored, back = load_file(tmp_path / "model.safetensors"), oracle.state_dict()
+    merged = {"self_attn.qkv_proj": "qkv", "mlp.upgate_proj": ("up", "gate")}
+    plain = {"self_attn.o_proj": ("o",), "mlp.down_proj": ("down",)}
+    for layer in range(config.num_hidden_layers):
+        for module, parts in (merged | plain).items():
+            at = f"model.layers.{layer}.{module}"
+            tensors, weight = quip_stored("E8P12", 64 * len(parts), 64)
+            weight = weight * 0.1
+            tensors["Wscale"] = tensors["Wscale"] * 0.1
+            if len(parts) > 1:
+                tensors["fuse_scales"] = torch.ones(len(parts))
+            stored |= {f"{at}.{name}": one.contiguous() for name, one in tensors.items()}
+            for name, one in zip(parts, weight.chunk(len(parts)), strict=True):
+                own = f"{at.rpartition('.')[0]}.{name}_proj.weight"
+                del stored[own]
+                back[own] = one
+    save_file(stored, tmp_path / "model.safetensors")
+    oracle.load_state_dict(back)
+    file = tmp_path / "config.json"
+    params = {"codebook": "E8P12", "codebook_version": 1, "fused": True}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quip_params": params}))
+    rows = [list(range(3, 30)), [5, 1, 2]]
+    model, _ = load_model(
+        model_spec(tmp_path), mesh=Mesh(), device=torch.device("cpu"), block_tokens=BLOCK_TOKENS
+    )
+    ours = teacher_forced(model, rows, block_tokens=BLOCK_TOKENS, dtype=torch.float32)
+    for row, expected in zip(ours, oracle_logits(oracle, rows), strict=True):
+        torch.testing.assert_close(row, expected, rtol=1e-3, atol=1e-3)
