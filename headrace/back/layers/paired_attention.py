@@ -13,17 +13,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
-from headrace.back.attention.forms import CacheForm, HeadsForm
+from headrace.back.attention.forms import CacheForm
 from headrace.back.attention.plan import Batch
-from headrace.back.kernels.attention.op import OP as ATTENTION
-from headrace.back.kernels.attention.op import AttentionProblem
-from headrace.back.layers.differential_attention import LAMBDAS
-from headrace.back.layers.heads_cache import bind_kv_write, cached_heads
+from headrace.back.layers.differential_attention import DifferentialHeads
 from headrace.back.layers.linear import ColumnLinear, RowLinear
 from headrace.back.layers.norm import RMS, RMSNorm
-from headrace.back.layers.scope import Scope, not_loaded
+from headrace.back.layers.scope import Scope
 from headrace.back.layers.ssm.scan_memory import ScanMemory
 from headrace.back.parallel.collectives import Partial
 from headrace.back.parallel.shard import Part, local_units
@@ -69,7 +65,7 @@ class PairedAttention:
     ) -> None:
         self._cache = cache if spec.source is None else spec.source
         scope = scope.of_cache(self._cache, windowed=spec.window is not None)
-        self._scope, self._spec = scope, spec
+        self._spec = spec
         pairs = spec.kv_heads // 2
         sizes = {"query": spec.heads, "key": spec.kv_heads, "value": spec.kv_heads}
         parts = [Part(name, heads * spec.head_dim, pairs) for name, heads in sizes.items()]
@@ -80,26 +76,23 @@ class PairedAttention:
             scope / "out_proj", parts[0], spec.width, bias=True, adds=adds, scale=1.0 - spec.first
         )
         inner = scope / "inner_cross_attn"
-        self._lambdas = [inner.param(name, (spec.head_dim,), init="zeros") for name in LAMBDAS]
-        self._norm = RMS.build(inner / "subln", 2 * spec.head_dim, eps=spec.eps)
-        self._write = self._attend = not_loaded
-        self._factor = torch.zeros(())
-        scope.on_finish(self._finish)
+        self._differential = DifferentialHeads(
+            inner,
+            scope,
+            self._cache,
+            RMS.build(inner / "subln", 2 * spec.head_dim, eps=spec.eps),
+            heads=2 * self._pairs * (spec.heads // spec.kv_heads),
+            kv_heads=2 * self._pairs,
+            head_dim=spec.head_dim,
+            first=spec.first,
+            window=spec.window,
+            writes=spec.source is None,
+        )
 
     @property
     def kv_forms(self) -> tuple[CacheForm, ...]:
         """Its own cache, if it has one; see the module."""
-        if self._spec.source is not None:
-            return ()
-        form = HeadsForm(
-            cache=self._cache,
-            kv_heads=2 * self._pairs,
-            head_dim=2 * self._spec.head_dim,
-            kind="window" if self._spec.window else "full",
-            span=self._spec.window,
-            quantized=self._scope.kv_quantized,
-        )
-        return (form,)
+        return () if self._spec.source is not None else (self._differential.form,)
 
     @property
     def norms(self) -> bool:
@@ -109,44 +102,24 @@ class PairedAttention:
     def queries(
         self, x_TE: torch.Tensor, batch: Batch, at_N: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """q_THV of the tokens `at_N` (None: all): first heads of a KV pair's pairs, then second
+        """q_THD of the tokens `at_N` (None: all): first heads of a KV pair's pairs, then second
         ones."""
         dim = self._spec.head_dim
         q_TX, *kv = self._qkv.project(x_TE).split_with_sizes(self._qkv.sizes, dim=1)
         if kv:
             k_TKD, v_TPV = kv[0].unflatten(1, (-1, dim)), kv[1].unflatten(1, (-1, 2 * dim))
-            plan = batch.plans[batch.group_of_layer[self._cache]]
-            values_TKV = v_TPV.repeat_interleave(2, dim=1)
-            self._write(F.pad(k_TKD, (0, dim)), values_TKV, batch.kv[self._cache], plan.slot_T)
+            self._differential.write(k_TKD, v_TPV.repeat_interleave(2, dim=1), batch)
         if self._spec.memory is not None:
             self._spec.memory.keep(at_N)
         q_TX = q_TX if at_N is None else q_TX.index_select(0, at_N)
         q_TPG2D = q_TX.unflatten(1, (self._pairs, -1, 2, dim))
-        return F.pad(q_TPG2D.transpose(2, 3).flatten(1, 3), (0, dim))
+        return q_TPG2D.transpose(2, 3).flatten(1, 3)
 
     def attend_into(
-        self, q_THV: torch.Tensor, residual_TE: torch.Tensor, batch: Batch
+        self, q_THD: torch.Tensor, residual_TE: torch.Tensor, batch: Batch
     ) -> torch.Tensor | Partial | None:
         """y_TE, to be added to the residual; None if that was done."""
-        plan = batch.plans[batch.group_of_layer[self._cache]]
-        y_THV = self._attend(q_THV, batch.kv[self._cache], plan)
+        y_THV = self._differential.attend(q_THD, batch)
         first, second = y_THV.unflatten(1, (self._pairs, 2, -1)).unbind(2)
-        y_TPV = self._norm.norm((first - self._factor * second).flatten(1, 2))
-        return self._out.project_into(y_TPV.flatten(1), residual_TE)
-
-    def _finish(self) -> None:
-        scope, spec = self._scope, self._spec
-        sizes = {"kv_heads": 2 * self._pairs, "head_dim": 2 * spec.head_dim}
-        if spec.source is None:
-            self._write = bind_kv_write(scope, **sizes)
-        problem = AttentionProblem(
-            **cached_heads(scope, **sizes),
-            heads=2 * self._pairs * (spec.heads // spec.kv_heads),
-            scale=spec.head_dim**-0.5,
-            window=spec.window,
-            verify_queries=scope.verify_queries,
-        )
-        self._attend = scope.bind(ATTENTION, problem)
-        # A tensor, as new weights change it in place.
-        q1, k1, q2, k2 = (param.take().float() for param in self._lambdas)
-        self._factor = (q1 * k1).sum().exp() - (q2 * k2).sum().exp() + spec.first
+        y_TX = self._differential.taken_off(first.flatten(1, 2), second.flatten(1, 2))
+        return self._out.project_into(y_TX, residual_TE)
