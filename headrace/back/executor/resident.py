@@ -107,6 +107,8 @@ class Resident:
         if order.action not in BESIDE_STEPS:
             self.balancer.go_back()
         reply = self._weight_orders.carry_out(order)
+        if self._kv_files is not None and order.action not in BESIDE_STEPS:
+            self._kv_files.fingerprint = ""
         if order.action == "finish" or order.last:
             if self._adapters is not None:
                 self._adapters.renew()

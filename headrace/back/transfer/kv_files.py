@@ -2,10 +2,11 @@
 
 A file has what the core says of the conversation (wire/slots.py), what the rank says of itself (the
 forms of its caches, a fingerprint of its weights), group by group the blocks, each with what all
-caches of the group have of it, and a CRC-32 of these. So it does not matter how the caches lie in
-memory; where a block is one range there (`--kv-layout blocks`) it is copied at once. What is not as
-this rank has it is refused before a block is touched; a file whose checksum is wrong has been
-copied by then into blocks that nobody has been given.
+caches of the group have of it, and the CRC-32 of the CRC-32s of the pieces in which these are
+carried side by side (lanes.py). So it does not matter how the caches lie in memory; where a block
+is one range there (`--kv-layout blocks`) it is copied at once. What is not as this rank has it is
+refused before a block is touched; a file whose checksum is wrong has been copied by then into
+blocks that nobody has been given.
 
 Called by a thread of its own: the blocks are held for it, so that no step writes to them.
 """
@@ -17,13 +18,15 @@ import hashlib
 import logging
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 import msgspec
 import torch
 
 from headrace.back.models.load import Origin
+from headrace.back.transfer.lanes import Lane, Lanes
 from headrace.back.transfer.live import held_tensors
 from headrace.base.errors import Conflict, HeadraceError, InvalidRequest, to_wire
 from headrace.base.wire.slots import (
@@ -38,15 +41,17 @@ from headrace.base.wire.slots import (
 from headrace.base.wire.step import KVGroup
 
 log = logging.getLogger(__name__)
-PIECE_BYTES = 16 << 20
-"""Copied at a time."""
+PIECE_BYTES = 8 << 20
+"""Copied at a time, and what a checksum is of: part of the file's format."""
 WORD = torch.complex128
 """What is copied as one: the widest type there is. Blocks of 16 KB are gathered at 7 GB/s on one
 core of a Xeon, with index_select and index_copy_ of bytes at 0.2 GB/s."""
 SAMPLES = 64
 SAMPLE_BYTES = 64
-Part = tuple[tuple[torch.Tensor, ...], torch.Tensor]
-"""Where the blocks of a group lie, uint8 [blocks, bytes] each, and some of these blocks, int64."""
+Ranges = tuple[torch.Tensor, ...]
+"""Where the blocks of a group lie: uint8 [blocks, bytes] each."""
+Part = tuple[Ranges, torch.Tensor]
+"""Of a group, and some of its blocks, int64."""
 
 
 class CacheMemory(Protocol):
@@ -81,7 +86,11 @@ class KVFiles:
         self._origin = origin
         self._device = device
         self._rank = rank
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._lane = Lane(device)
+        """Of what is done before the pieces."""
+        self._lanes = Lanes(device)
+        self.fingerprint = ""
+        """Of the weights, once it has been asked for; whoever changes them empties it."""
 
     def carry_out(
         self, order: KVOrder, memory: CacheMemory, behind: torch.cuda.Event | None
@@ -90,11 +99,12 @@ class KVFiles:
         before it."""
         path = order.path if order.num_ranks == 1 else f"{order.path}.rank{self._rank}"
         try:
-            with torch.inference_mode(), self._beside(behind):
-                carry = self._save if order.action == "save" else self._load
+            carry = self._save if order.action == "save" else self._load
+            with self._lane.use(behind):
                 parts = self._parts(order, memory)
-                num_bytes = carry(order, path, parts, self._facts(order, parts, memory))
-                return KVReply(num_bytes=num_bytes, num_ranges=_num_ranges(parts))
+                facts = self._facts(order, parts, memory)
+            num_bytes = carry(order, path, parts, facts, behind)
+            return KVReply(num_bytes=num_bytes, num_ranges=_num_ranges(parts))
         except HeadraceError as error:
             return KVReply(error=to_wire(error))
         except OSError as error:
@@ -103,17 +113,6 @@ class KVFiles:
         except Exception as error:
             log.exception("an order about saved conversations failed")
             return KVReply(error=to_wire(error))
-
-    @contextlib.contextmanager
-    def _beside(self, behind: torch.cuda.Event | None) -> Iterator[None]:
-        if self._stream is None:
-            yield
-            return
-        if behind is not None:
-            self._stream.wait_event(behind)
-        with torch.cuda.stream(self._stream):
-            yield
-            self._stream.synchronize()
 
     def _facts(self, order: KVOrder, parts: Sequence[Part], memory: CacheMemory) -> RankFacts:
         caches: list[tuple[int, str, tuple[int, ...]]] = []
@@ -126,11 +125,23 @@ class KVFiles:
         return RankFacts(
             rank=self._rank,
             caches=tuple(caches),
-            weights=fingerprint(self._origin),
+            weights=self._weights(),
             num_bytes=sum(len(blocks) * _block_bytes(ranges) for ranges, blocks in parts),
         )
 
-    def _save(self, order: KVOrder, path: str, parts: Sequence[Part], own: RankFacts) -> int:
+    def _weights(self) -> str:
+        if not self.fingerprint:
+            self.fingerprint = fingerprint(self._origin)
+        return self.fingerprint
+
+    def _save(
+        self,
+        order: KVOrder,
+        path: str,
+        parts: Sequence[Part],
+        own: RankFacts,
+        behind: torch.cuda.Event | None,
+    ) -> int:
         facts = msgspec.msgpack.encode(own)
         beside = f"{path}.part"
         try:
@@ -138,13 +149,11 @@ class KVFiles:
                 file.write(MAGIC)
                 for text in (order.header, facts):
                     file.write(len(text).to_bytes(LENGTH_BYTES, "little") + text)
-                checksum = 0
-                for ranges, blocks in parts:
-                    for some in _pieces(ranges, blocks):
-                        data = _gathered(ranges, some).cpu().numpy().data
-                        checksum = zlib.crc32(data, checksum)
-                        file.write(data)
-                file.write(checksum.to_bytes(LENGTH_BYTES, "little"))
+                file.flush()
+                begin, number = file.tell(), file.fileno()
+                pieces = self._carried(partial(_save_piece, number), parts, begin, behind)
+                file.seek(begin + own.num_bytes)
+                file.write(_checksum(pieces))
                 num_bytes = file.tell()
             os.replace(beside, path)
         except BaseException:
@@ -153,29 +162,44 @@ class KVFiles:
             raise
         return num_bytes
 
-    def _load(self, order: KVOrder, path: str, parts: Sequence[Part], own: RankFacts) -> int:
+    def _load(
+        self,
+        order: KVOrder,
+        path: str,
+        parts: Sequence[Part],
+        own: RankFacts,
+        behind: torch.cuda.Event | None,
+    ) -> int:
         with opened(path) as file:
             take_header(file)
             saved = msgspec.msgpack.decode(take_text(file), type=RankFacts)
             self._check(saved, own)
-            size = os.fstat(file.fileno()).st_size
-            wanted = file.tell() + saved.num_bytes + LENGTH_BYTES
+            size, begin = os.fstat(file.fileno()).st_size, file.tell()
+            wanted = begin + saved.num_bytes + LENGTH_BYTES
             if size != wanted:
                 raise InvalidRequest(
                     f"filename: the file has {size} bytes, {wanted} are told of", field="filename"
                 )
-            checksum = 0
-            for ranges, blocks in parts:
-                for some in _pieces(ranges, blocks):
-                    data = bytearray(len(some) * _block_bytes(ranges))
-                    if file.readinto(data) != len(data):
-                        raise InvalidRequest("filename: the file ends early", field="filename")
-                    checksum = zlib.crc32(data, checksum)
-                    raw = torch.frombuffer(data, dtype=torch.uint8).view(len(some), -1)
-                    _scatter(ranges, some, raw.to(self._device))
-            if int.from_bytes(file.read(LENGTH_BYTES), "little") != checksum:
+            pieces = self._carried(partial(_load_piece, file.fileno()), parts, begin, behind)
+            file.seek(begin + saved.num_bytes)
+            if file.read(LENGTH_BYTES) != _checksum(pieces):
                 raise InvalidRequest("filename: the file's checksum is wrong", field="filename")
         return size
+
+    def _carried(
+        self,
+        carry: Callable[[Ranges, torch.Tensor, int, Lane], bytes],
+        parts: Sequence[Part],
+        begin: int,
+        behind: torch.cuda.Event | None,
+    ) -> list[bytes]:
+        """The checksums of all pieces, the first of which begins at this byte of the file."""
+        carries = []
+        for ranges, blocks in parts:
+            for some in _pieces(ranges, blocks):
+                carries.append(partial(carry, ranges, some, begin))
+                begin += len(some) * _block_bytes(ranges)
+        return self._lanes.carry(carries, behind)
 
     def _check(self, saved: RankFacts, own: RankFacts) -> None:
         if saved.caches != own.caches:
@@ -233,6 +257,39 @@ def _num_ranges(parts: Sequence[Part]) -> int:
 
 def _pieces(ranges: Sequence[torch.Tensor], blocks: torch.Tensor) -> Sequence[torch.Tensor]:
     return blocks.split(max(1, PIECE_BYTES // _block_bytes(ranges)))
+
+
+def _save_piece(
+    number: int, ranges: Ranges, blocks: torch.Tensor, offset: int, lane: Lane
+) -> bytes:
+    """Writes blocks to a place in a file: their checksum."""
+    raw = lane.copy_out(_gathered(ranges, blocks))
+    lane.settle()
+    data = memoryview(raw.numpy())
+    checksum = zlib.crc32(data).to_bytes(LENGTH_BYTES, "little")
+    while data:
+        written = os.pwrite(number, data, offset)
+        data, offset = data[written:], offset + written
+    return checksum
+
+
+def _load_piece(
+    number: int, ranges: Ranges, blocks: torch.Tensor, offset: int, lane: Lane
+) -> bytes:
+    """Reads blocks from a place in a file: their checksum."""
+    raw = lane.buffer(len(blocks) * _block_bytes(ranges))
+    left = memoryview(raw.numpy())
+    while left:
+        count = os.preadv(number, [left], offset)
+        if not count:
+            raise InvalidRequest("filename: the file ends early", field="filename")
+        left, offset = left[count:], offset + count
+    _scatter(ranges, blocks, lane.copy_in(raw).view(len(blocks), -1))
+    return zlib.crc32(raw.numpy().data).to_bytes(LENGTH_BYTES, "little")
+
+
+def _checksum(pieces: Sequence[bytes]) -> bytes:
+    return zlib.crc32(b"".join(pieces)).to_bytes(LENGTH_BYTES, "little")
 
 
 def _gathered(ranges: Sequence[torch.Tensor], blocks: torch.Tensor) -> torch.Tensor:

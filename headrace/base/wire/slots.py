@@ -12,7 +12,7 @@ import msgspec
 from headrace.base.errors import InvalidRequest, WireError
 from headrace.base.wire.step import KVGroup
 
-FORMAT = 2
+FORMAT = 3
 MAGIC = b"HRKVFILE"
 LENGTH_BYTES = 4
 MAX_HEADER_BYTES = 64 << 20

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +94,66 @@ def test_blocks_come_back_in_whatever_layout(tmp_path: Path, kind: str, order: s
             rest = [block for block in range(NUM_BLOCKS) if block not in given[0]]
             for new, old in zip(second._all(), before, strict=True):
                 assert torch.equal(new[rest], old[rest])
+
+
+def saved_in_pieces(path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[KVMemory, KVFiles]:
+    """All blocks of a memory in a file, a block a piece: more pieces than there are lanes."""
+    monkeypatch.setattr("headrace.back.transfer.kv_files.PIECE_BYTES", 1)
+    _, first = memory(MODELS["full"], "layers")
+    fill(first, 1)
+    files = KVFiles(None, CPU, 0)
+    order = KVOrder(action="save", path=str(path), blocks=(tuple(range(NUM_BLOCKS)),))
+    assert files.carry_out(order, first, None).error is None
+    return first, files
+
+
+def test_pieces_stand_in_order_whoever_ends_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, files = saved_in_pieces(tmp_path / "kv", monkeypatch)
+    _, second = memory(MODELS["full"], "blocks")
+    order = KVOrder(
+        action="load", path=str(tmp_path / "kv"), blocks=(tuple(reversed(range(NUM_BLOCKS))),)
+    )
+    assert files.carry_out(order, second, None).error is None
+    for block in range(NUM_BLOCKS):
+        for old, new in zip(
+            content(first, 0, block), content(second, 0, NUM_BLOCKS - 1 - block), strict=True
+        ):
+            assert torch.equal(old, new)
+
+
+@pytest.mark.parametrize("place", [-5, -2000], ids=["last piece", "a piece before"])
+def test_a_changed_byte_is_seen_in_any_piece(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: int
+) -> None:
+    path = tmp_path / "kv"
+    first, files = saved_in_pieces(path, monkeypatch)
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(data)
+    order = KVOrder(action="load", path=str(path), blocks=(tuple(range(NUM_BLOCKS)),))
+    reply = files.carry_out(order, first, None)
+    assert reply.error is not None and "checksum" in reply.error.message
+
+
+def test_a_disk_that_fills_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error of one piece is told once no piece is written any more."""
+    real, writes = os.pwrite, []
+
+    def pwrite(number: int, data: memoryview, offset: int) -> int:
+        writes.append(offset)
+        if len(writes) == 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(number, data[:100], offset)
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    monkeypatch.setattr("headrace.back.transfer.kv_files.PIECE_BYTES", 1)
+    _, first = memory(MODELS["full"], "layers")
+    order = KVOrder(action="save", path=str(tmp_path / "kv"), blocks=(tuple(range(NUM_BLOCKS)),))
+    reply = KVFiles(None, CPU, 0).carry_out(order, first, None)
+    assert reply.error is not None and "No space left" in reply.error.message
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
