@@ -128,13 +128,13 @@ def _predict(
         kernels_on_absent_device,
         kv_of,
         probe_cpu,
+        rank_share,
         stored_on_absent_device,
     )
 
     engine, sample = resolved.engine, None
     spec, kv, ranks = engine.model, engine.kv, engine.device.tensor_parallel
-    share: dict[str, Any] = {"block_tokens": kv.block_tokens, "tensor_parallel": ranks}
-    share["expert_parallel"] = engine.device.expert_parallel
+    share: dict[str, Any] = {"block_tokens": kv.block_tokens, **rank_share(engine.device)}
     absent = None if device is None or spec.family == FALLBACK else FAKES[device.name]
     model = build_without_memory(
         spec,

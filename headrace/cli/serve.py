@@ -81,7 +81,7 @@ def _serve_one(resolved: Resolved) -> int:
             places.announce(what_to_try(resolved.text, places.server, places.address))
 
         cores = CoreProcesses(resolved, folder)
-        own = [cores.make(index) for index in range(resolved.replicas)]
+        own = cores.all()
         apis = api_processes(spec, folder, places.listener, admin=places.admin)
         elastic = ElasticCores(
             cores.make, folder.socket_path, fixed=resolved.replicas, most=resolved.max_replicas
@@ -207,7 +207,7 @@ def show_start(resolved: Resolved, processes: list[ManagedProcess], *, seconds: 
         f"memory: weights {memory['weight_bytes'] / 2**30:.2f} GiB, KV cache {memory['kv_bytes'] / 2**30:.2f} GiB"
         f" = {memory['kv_blocks']} blocks = {memory['kv_tokens']} tokens"
         + (f", graphs {memory['graph_bytes'] / 2**20:.0f} MiB" if memory["graph_bytes"] else "")
-        + (f", in each of {len(cores)} replicas" if len(cores) > 1 else ""),
+        + (f", in each of {len(cores)} engine cores" if len(cores) > 1 else ""),
         highlight=False,
     )
     parts = {**core.start_s, "rest": seconds - sum(core.start_s.values())}

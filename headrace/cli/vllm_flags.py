@@ -102,10 +102,8 @@ _LONGEST_TEXT = 1 << 20
 _VLLM: Mapping[str, OtherFlag] = {
     "--tensor-parallel-size": as_ours("--tensor-parallel"),
     "-tp": as_ours("--tensor-parallel"),
-    "--data-parallel-size": as_ours(
-        "--replicas", why="whole copies of the model, requests by load"
-    ),
-    "-dp": as_ours("--replicas", why="whole copies of the model, requests by load"),
+    "--data-parallel-size": as_ours("--data-parallel"),
+    "-dp": as_ours("--data-parallel"),
     "--pipeline-parallel-size": as_ours("--pipeline-parallel"),
     "-pp": as_ours("--pipeline-parallel"),
     "--enable-expert-parallel": switch("--enable-expert-parallel"),

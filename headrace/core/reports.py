@@ -263,6 +263,7 @@ def metrics(engine: EngineView) -> Document:
         "stalls": engine.stall.count,
         "graphs": engine.graphs.count,
         "graph_bytes": engine.graphs.num_bytes,
+        "weight_bytes": engine.executor.facts.weight_bytes,
         "held_by_hooks": engine.hooks.num_held,
         "kv_sent": counters.transfers.sent,
         "kv_sent_tokens": counters.transfers.sent_tokens,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import socket
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -14,6 +14,7 @@ from headrace.base.process_stop import StopDetector
 from headrace.base.telemetry import log as logs
 from headrace.launch import api_process
 from headrace.launch.api_process import ApiSpec
+from headrace.launch.expert_group import MeetingPlaces
 from headrace.launch.kv_events import remove_with
 from headrace.launch.prestart import CORE_MODULE
 from headrace.launch.topology import ChildProcess, Report, RuntimeFolder, core_environment, spawn
@@ -37,7 +38,8 @@ class ProcessOwner(Protocol):
 
 class ManagedProcess:
     """One place in the process tree and its running process, if any. `ready` describes that
-    process; `paused` and `asleep` (see Report) are passed on to the process that replaces it."""
+    process; `paused` and `asleep` (see Report) are passed on to the process that replaces it.
+    `fellows` cannot go on without this one: they are killed when it dies, `ends_with` it."""
 
     def __init__(
         self,
@@ -53,6 +55,8 @@ class ManagedProcess:
         self.owner = owner
         self.paused = ""
         self.asleep = False
+        self.fellows: list[ManagedProcess] = []
+        self.ends_with: ManagedProcess | None = None
         self.child: ChildProcess | None = None
         self.pidfd = -1
         self.ready = False
@@ -76,23 +80,43 @@ class CoreProcesses:
     def __init__(self, resolved: Resolved, folder: RuntimeFolder) -> None:
         self._resolved, self._folder = resolved, folder
         self._spec = folder.write_spec("core", resolved.engine)
+        self._places = MeetingPlaces(folder)
+
+    def all(self) -> list[ManagedProcess]:
+        """Those that are there at start and always; those of a group end together."""
+        cores = [self.make(index) for index in range(self._resolved.replicas)]
+        if self._resolved.engine.device.expert_group is not None:
+            for core in cores:
+                core.fellows = [one for one in cores if one is not core]
+        return cores
 
     def make(self, index: int, owner: ProcessOwner | None = None) -> ManagedProcess:
         """The core of this number; None: the supervisor owns it."""
         remove_with(self._folder, self._resolved.engine.kv, self._folder.socket_path(index))
         environment = core_environment(self._resolved, index)
-        starter = core_starter(self._spec, self._folder.socket_path(index), environment)
+        grouped = self._resolved.engine.device.expert_group is not None
+        starter = core_starter(
+            self._spec,
+            self._folder.socket_path(index),
+            environment,
+            more=partial(self._places.words, index) if grouped else tuple,
+        )
         return ManagedProcess(f"engine core {index}", starter, is_core=True, owner=owner)
 
 
 def core_starter(
-    spec: str, socket_path: str, environment: dict[str, str]
+    spec: str,
+    socket_path: str,
+    environment: dict[str, str],
+    *,
+    more: Callable[[], Sequence[str]] = tuple,
 ) -> Callable[[ManagedProcess], ChildProcess]:
-    """Starts the core of this spec; one that was paused or slept when it died is so again."""
+    """Starts the core of this spec; one that was paused or slept when it died is so again. `more`:
+    what else each start is told."""
 
     def start(managed: ManagedProcess) -> ChildProcess:
         words = ["--spec", spec, "--socket", socket_path, "--log-level", logs.level()]
-        words += ["--paused", managed.paused, *(["--asleep"] if managed.asleep else [])]
+        words += ["--paused", managed.paused, *(["--asleep"] if managed.asleep else []), *more()]
         return spawn("core", CORE_MODULE, *words, die_with_thread=True, environment=environment)
 
     return start

@@ -9,7 +9,7 @@ from headrace.back.models.registry import DTYPES
 from headrace.base.config.resolved import EngineSpec
 from headrace.base.errors import ConfigError
 from headrace.core.compute_meter import AttendedCache, StepCost
-from headrace.launch.plan import build_without_memory, cost_of
+from headrace.launch.plan import build_without_memory, cost_of, rank_share
 
 
 def step_cost(spec: EngineSpec) -> StepCost:
@@ -19,8 +19,7 @@ def step_cost(spec: EngineSpec) -> StepCost:
     model = build_without_memory(
         model_spec,
         block_tokens=spec.kv.block_tokens,
-        tensor_parallel=device.tensor_parallel,
-        expert_parallel=device.expert_parallel,
+        **rank_share(device),
     )
     if not isinstance(model, Decoder):
         raise ConfigError(

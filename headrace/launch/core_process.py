@@ -44,6 +44,7 @@ from headrace.core.ports import AdmissionHook
 from headrace.core.service_state import ServiceState
 from headrace.launch.adapters import adapters_of, load_adapters
 from headrace.launch.core_extensions import chosen_hooks, extension_hooks, stats_of
+from headrace.launch.expert_group import in_group, replacing
 from headrace.launch.frontend_connections import FrontendConnections, FrontendGone, Incoming
 from headrace.launch.kv_push import transfers_of
 from headrace.launch.topology import Report, report, tie_to_parent
@@ -274,14 +275,15 @@ def main() -> int:
     parser.add_argument("--log-level", default="info")
     parser.add_argument("--paused", default="")
     parser.add_argument("--asleep", action="store_true")
+    parser.add_argument("--group-folder", default="")
+    parser.add_argument("--group-core", type=int, default=0)
     arguments = parser.parse_args()
     tie_to_parent(arguments.parent)
     faulthandler.enable()
     logs.configure("core", arguments.log_level)
     status = socket.socket(fileno=arguments.status_fd)
     try:
-        rest = Report(paused=arguments.paused, asleep=arguments.asleep)
-        loop = _start(arguments.spec, arguments.socket, status, rest)
+        loop = _start(arguments, status)
     except StartError as error:
         report(status, Report(error=error.message))
         return 2
@@ -293,15 +295,14 @@ def main() -> int:
     return 0
 
 
-def _start(spec_path: str, socket_path: str, status: socket.socket, rest: Report) -> CoreLoop:
+def _start(arguments: argparse.Namespace, status: socket.socket) -> CoreLoop:
+    socket_path: str = arguments.socket
+    rest = Report(paused=arguments.paused, asleep=arguments.asleep)
     parts = {"process": process_age_s()}
     began = time.monotonic()
-    try:
-        spec = msgspec.json.decode(Path(spec_path).read_bytes(), type=EngineSpec)
-    except (OSError, msgspec.DecodeError) as error:
-        raise ConfigError(f"the engine's specification cannot be read: {error}") from None
+    spec = _spec_of(arguments)
     extensions.allow(spec.extensions)
-    source = WeightsSource(spec, Path(spec_path))
+    source = WeightsSource(spec, Path(arguments.spec))
     executor = AbsentExecutor(source.resting()) if rest.asleep else make_executor(spec)
     set_affinity(spec.device.other_cpus)  # the loop leaves the kernels' cores alone
     parts |= executor.facts.start_s
@@ -324,7 +325,7 @@ def _start(spec_path: str, socket_path: str, status: socket.socket, rest: Report
         executor,
         hooks=hooks,
         stats=stats_of(spec, hooks),
-        source=source,
+        source=replacing(spec, source),
         adapters=adapters,
         weights=weights_of(spec, lambda: core.executor),
         service=service,
@@ -351,6 +352,14 @@ def _start(spec_path: str, socket_path: str, status: socket.socket, rest: Report
         on_slow=partial(_announce_slow, core, frontends),
     )
     return CoreLoop(core, frontends, watchdog)
+
+
+def _spec_of(arguments: argparse.Namespace) -> EngineSpec:
+    try:
+        spec = msgspec.json.decode(Path(arguments.spec).read_bytes(), type=EngineSpec)
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError(f"the engine's specification cannot be read: {error}") from None
+    return in_group(spec, folder=arguments.group_folder, core=arguments.group_core)
 
 
 def _announce_slow(core: EngineCore, frontends: FrontendConnections, seconds: float | None) -> None:

@@ -14,6 +14,7 @@ import msgspec
 from headrace.base.config.resolved import Resolved
 from headrace.base.config.tree import Options
 from headrace.base.errors import EngineDead, StartError
+from headrace.launch.expert_group import MeetingPlaces
 from headrace.launch.facts import resolve_options
 from headrace.launch.kv_events import remove_with
 from headrace.launch.prestart import CORE_MODULE
@@ -66,6 +67,7 @@ def start_local(options: Options) -> LocalEngine:
     spec = folder.write_spec("core", resolved.engine)
     for index in range(resolved.replicas):
         remove_with(folder, resolved.engine.kv, folder.socket_path(index))
+    places, grouped = MeetingPlaces(folder), resolved.engine.device.expert_group is not None
     children = [
         spawn(
             "core",
@@ -74,6 +76,7 @@ def start_local(options: Options) -> LocalEngine:
             spec,
             "--socket",
             folder.socket_path(index),
+            *(places.words(index) if grouped else ()),
             die_with_thread=False,
             environment=core_environment(resolved, index),
         )

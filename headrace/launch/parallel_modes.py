@@ -22,6 +22,7 @@ from headrace.launch.feature_pairs import (
 )
 from headrace.launch.model_facts import ModelFacts
 from headrace.launch.rank_modes import (
+    CORES,
     EXPERTS,
     FOLLOWING,
     SHARED,
@@ -79,8 +80,7 @@ MODES = (
             TENSOR: _PARTS,
             PIPELINE: _PARTS,
             REPLICAS: _REPLICAS,
-            EXPERT: _BETWEEN,
-            CONTEXT: _BETWEEN,
+            **dict.fromkeys((EXPERT, CONTEXT, CORES.name), _BETWEEN),
         },
     ),
     Feature(
@@ -88,15 +88,13 @@ MODES = (
         option="--replicas",
         wanted=lambda start: start.options.device.replicas > 1,
         beside={
-            TENSOR: _REPLICAS,
-            PIPELINE: _REPLICAS,
-            EXPERT: _REPLICAS,
-            CONTEXT: _REPLICAS,
-            SEQUENCE: _REPLICAS,
+            **dict.fromkeys((TENSOR, PIPELINE, EXPERT, CONTEXT, SEQUENCE), _REPLICAS),
+            CORES.name: beside_ranks(REPLICAS)[CORES.name],
         },
     ),
     with_modes(EXPERTS, REPLICAS, _REPLICAS),
     with_modes(SHARED, REPLICAS, _REPLICAS),
+    with_modes(CORES, REPLICAS, _REPLICAS),
 )
 """Ways of running a model on several devices: the columns, and the first rows."""
 

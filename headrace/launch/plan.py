@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -34,7 +35,7 @@ from headrace.back.quant.stored import Stored
 from headrace.back.runner.start import foretold
 from headrace.back.sampling.sampler import choose_kernels
 from headrace.base.config.layer_count import first_layers
-from headrace.base.config.resolved import ContextSpec, Decision, EngineSpec, ModelSpec
+from headrace.base.config.resolved import ContextSpec, Decision, DeviceSpec, EngineSpec, ModelSpec
 from headrace.base.errors import ConfigError
 from headrace.base.optional import available
 from headrace.launch.performance_model import STATE, DeviceModel, KVForetold, ModelCost
@@ -51,19 +52,24 @@ def build_without_memory(
     block_tokens: int,
     tensor_parallel: int = 1,
     expert_parallel: bool = False,
+    expert_cores: int = 1,
     context: ContextSpec | None = None,
     planned: str = "",
     stored: Stored | None = None,
 ) -> LoadableModel:
     """The model on the meta device; the first rank's share if there are several. `expert_parallel`
-    and `context`: see DeviceSpec; `planned` and `stored`: see Scope."""
+    and `context`: see DeviceSpec; `expert_cores`: engine cores that share out the experts;
+    `planned` and `stored`: see Scope."""
     ranks = tensor_parallel
     # Nothing is summed on the meta device.
     group = None
-    if ranks > 1:
+    if ranks * expert_cores > 1:
         group = dist.ProcessGroup(0, ranks)  # type: ignore[call-arg]  # missing in the stub
     mesh = Mesh(tp=Axis(size=ranks, group=group))
-    mesh = with_whole_experts(mesh) if expert_parallel else mesh
+    if expert_parallel:
+        whole = with_whole_experts(mesh)
+        axis = replace(whole.ep, size=ranks * expert_cores, group=group)
+        mesh = replace(whole, ep=axis)
     if context is not None:
         axis = Axis(name="dcp", size=context.ranks, group=group)
         mesh = replace(mesh, dcp=ContextSplit(axis=axis, interleave=context.interleave))
@@ -71,6 +77,16 @@ def build_without_memory(
     return build_model(
         spec, mesh=mesh, device=meta, block_tokens=block_tokens, planned=planned, stored=stored
     )
+
+
+def rank_share(device: DeviceSpec) -> dict[str, Any]:
+    """What `build_without_memory` must know of what a rank has of the layers."""
+    group = device.expert_group
+    return {
+        "tensor_parallel": device.tensor_parallel,
+        "expert_parallel": device.expert_parallel,
+        "expert_cores": 1 if group is None else group.cores,
+    }
 
 
 def stored_on_absent_device(spec: ModelSpec, device: DeviceFacts) -> Stored:
@@ -189,6 +205,7 @@ def kernels_on_absent_device(
     block_tokens: int,
     tensor_parallel: int = 1,
     expert_parallel: bool = False,
+    expert_cores: int = 1,
 ) -> tuple[Decision, ...]:
     """The kernels that a GPU which is not here would be given, by what they say of themselves, with
     the reasons. Whether each agrees with its reference is seen there, at start."""
@@ -211,6 +228,7 @@ def kernels_on_absent_device(
             block_tokens=block_tokens,
             tensor_parallel=tensor_parallel,
             expert_parallel=expert_parallel,
+            expert_cores=expert_cores,
             planned=device.kind,
             stored=stored,
         )

@@ -1,5 +1,5 @@
-"""How expert parallelism and decode context parallelism, which say what the ranks of tensor
-parallelism hold, go with other modes and features: two columns of parallel_modes.py."""
+"""How expert parallelism, also over engine cores, and decode context parallelism, which say what
+ranks hold, go with other modes and features: three columns of parallel_modes.py."""
 
 from __future__ import annotations
 
@@ -11,8 +11,13 @@ from headrace.launch.feature_pairs import Entry, Feature, RefusedPair, ShownPair
 _EXPERT_RANKS = ShownPair(
     "e2e/test_expert_ranks.py::test_ranks_with_whole_experts_answer_as_one_worker"
 )
+_CORES = ShownPair(
+    "e2e/test_data_parallel.py::test_cores_that_share_out_experts_answer_as_one_worker"
+)
+_OWN = UnshownPair("each core has rows, attention and a cache of its own")
 _MODELS = "back/parallel/test_context.py::"
 MOVING = "experts that follow their loads"
+CORES_NAME = "experts over engine cores"
 HEADS_ON_GPUS = "caches of heads on GPUs"
 _SAME_EXPERTS = UnshownPair("ranks add up what they do without it")
 _ON_GPUS = ShownPair("e2e/test_ranks_on_gpus.py::test_ranks_on_gpus_write_what_one_writes")
@@ -23,6 +28,7 @@ _OF_EXPERTS: Mapping[str, Entry] = {
     ),
     "pipeline parallelism": ShownPair("e2e/test_pipeline.py::test_stages_answer_as_one_worker"),
     "decode context parallelism": _EXPERT_RANKS,
+    CORES_NAME: _CORES,
     "GPUs": _ON_GPUS,
     HEADS_ON_GPUS: _ON_GPUS,
     MOVING: _EXPERT_RANKS,
@@ -62,10 +68,32 @@ _OF_CONTEXT: Mapping[str, Entry] = {
         "files would hold a part of the tokens, and do not say which"
     ),
 }
+_OVER_CORES: Mapping[str, Entry] = {
+    "tensor parallelism": _CORES,
+    "pipeline parallelism": RefusedPair("a rank serves other cores between its own core's steps"),
+    "replicas": RefusedPair("both say how many engine cores there are"),
+    "expert parallelism": _CORES,
+    "GPUs": UnshownPair("it has run on CPUs alone so far; there each step is called"),
+    HEADS_ON_GPUS: UnshownPair("it has run on CPUs alone so far; there each step is called"),
+    MOVING: _CORES,
+    "drafts by prompt lookup": _CORES,
+    "drafters with weights": _CORES,
+    "models by the transformers library": RefusedPair("layers of that library are not divided"),
+    "sharded state": RefusedPair("files of ranks hold a part of each expert"),
+    "new weights while it runs": RefusedPair(
+        "cores would change theirs at different times; 400 when it comes"
+    ),
+}
 EXPERTS = Feature(
     name="expert parallelism",
     option="--enable-expert-parallel",
     wanted=lambda start: start.options.device.enable_expert_parallel,
+    beside={},
+)
+CORES = Feature(
+    name=CORES_NAME,
+    option="--data-parallel with --enable-expert-parallel",
+    wanted=lambda start: start.engine.device.expert_group is not None,
     beside={},
 )
 FOLLOWING = Feature(
@@ -94,19 +122,20 @@ def heads_on_gpus(gpus: Feature) -> Feature:
 
 
 def beside_ranks(name: str) -> dict[str, Entry]:
-    """How the row of this name goes with the two."""
+    """How the row of this name goes with the three."""
     return {
         EXPERTS.name: _OF_EXPERTS.get(name, _SAME_EXPERTS),
         SHARED.name: _OF_CONTEXT.get(name, _SAME_CONTEXT),
+        CORES.name: _OVER_CORES.get(name, _OWN),
     }
 
 
 def with_modes(mode: Feature, replicas: str, entry: Entry) -> Feature:
-    """One of the two as a row: what stands in its column, for the modes."""
-    own = _OF_EXPERTS if mode is EXPERTS else _OF_CONTEXT
-    names = ("tensor parallelism", "pipeline parallelism", EXPERTS.name, SHARED.name)
-    beside = {name: own[name] for name in names if name != mode.name}
+    """One of the three as a row: what stands in its column, for the modes."""
+    own = {EXPERTS.name: _OF_EXPERTS, SHARED.name: _OF_CONTEXT, CORES.name: _OVER_CORES}[mode.name]
+    names = ("tensor parallelism", "pipeline parallelism", EXPERTS.name, SHARED.name, CORES.name)
+    beside = {name: own.get(name, _OWN) for name in names if name != mode.name}
     beside["sequence parallelism"] = UnshownPair(
         "rows are divided between the layers, what these hold within them"
     )
-    return replace(mode, beside={**beside, replicas: entry})
+    return replace(mode, beside={**beside, replicas: own.get(replicas, entry)})

@@ -58,7 +58,12 @@ from headrace.launch.model_facts import ModelFacts
 from headrace.launch.offload import KV_SHARE, RESERVE_BYTES, offload_spec, offloads
 from headrace.launch.online_quantization import online_quantization, online_weight_bytes
 from headrace.launch.parallel_modes import check_modes
-from headrace.launch.resolve_device import MachineFacts, most_replicas, resolve_device
+from headrace.launch.resolve_device import (
+    MachineFacts,
+    first_replicas,
+    most_replicas,
+    resolve_device,
+)
 from headrace.launch.scheduler_limits import (
     FAST_STEP_TOKENS,
     check_partial_prefills,
@@ -141,7 +146,7 @@ def resolve(
         engine=with_short_tables(engine, options, model, choose.note),
         text=text,
         server=server_spec(options.server),
-        replicas=options.device.replicas,
+        replicas=first_replicas(options.device),
         max_replicas=most_replicas(options.device),
         decisions=tuple(choose.decisions),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from headrace.base.config.device_options import DeviceOptions
-from headrace.base.config.resolved import DeviceSpec, ExpertBalanceSpec
+from headrace.base.config.resolved import DeviceSpec, ExpertBalanceSpec, ExpertGroupSpec
 from headrace.base.config.tree import Options
 from headrace.base.config.units import parse_bytes
 from headrace.base.errors import ConfigError
@@ -47,7 +47,7 @@ def resolve_device(
     executor = choose.pick(
         "--executor",
         requested.executor,
-        "inline" if world == 1 else "processes",
+        "processes" if world > 1 or shares_experts(requested) else "inline",
         "one worker per device",
     )
     alone = kind == "cpu" and executor == "inline" and ranks == 1
@@ -80,33 +80,55 @@ def resolve_device(
         pipeline_layers=_stages(requested),
         sequence_parallel=requested.sequence_parallel,
         expert_parallel=requested.enable_expert_parallel,
-        token_exchange=requested.all2all_backend,
+        token_exchange=_exchange(options, choose),
         expert_balance=_expert_balance(options, kind),
+        expert_group=_expert_group(requested),
         context=context_spec(options, model),
         threads=threads,
         memory_bytes=_gpu_bytes(requested.gpu_memory, kind, executor, machine, choose),
         cpus=cpus,
         other_cpus=_other_cpus(machine, cpus),
         nodes=nodes,
-        records=not requested.enforce_eager,
+        records=not requested.enforce_eager and not shares_experts(requested),
     )
+
+
+def first_replicas(requested: DeviceOptions) -> int:
+    """Engine cores at start; ConfigError if they are asked for twice."""
+    if requested.replicas > 1 and requested.data_parallel > 1:
+        raise ConfigError(
+            f"--replicas {requested.replicas} does not go with --data-parallel "
+            f"{requested.data_parallel}: both say how many engine cores there are",
+            field="data_parallel",
+        )
+    return max(requested.replicas, requested.data_parallel)
 
 
 def most_replicas(requested: DeviceOptions) -> int:
     """Engine cores that there may be at a time; ConfigError if fewer than at start."""
-    most = requested.max_replicas
-    if most is not None and most < requested.replicas:
+    most, first = requested.max_replicas, first_replicas(requested)
+    if most is not None and most < first:
         raise ConfigError(
-            f"--max-replicas {most}: at least --replicas ({requested.replicas}) is needed",
-            field="max_replicas",
+            f"--max-replicas {most}: at least {_cores(requested)} is needed", field="max_replicas"
         )
-    return requested.replicas if most is None else most
+    return first if most is None else most
+
+
+def shares_experts(requested: DeviceOptions) -> bool:
+    """Whether the engine cores share out the routed experts."""
+    return requested.enable_expert_parallel and requested.data_parallel > 1
+
+
+def _cores(requested: DeviceOptions) -> str:
+    """The engine cores at start, as they are typed."""
+    name = "--data-parallel" if requested.data_parallel > 1 else "--replicas"
+    return f"{name} {first_replicas(requested)}"
 
 
 def _copies(requested: DeviceOptions) -> str:
     """All copies of the model, as they are typed."""
     if requested.max_replicas is None:
-        return f"{_split(requested)} x --replicas {requested.replicas}"
+        return f"{_split(requested)} x {_cores(requested)}"
     return f"{_split(requested)} x --max-replicas {requested.max_replicas}"
 
 
@@ -150,12 +172,15 @@ def _check_shares(requested: DeviceOptions, world: int, kind: str) -> None:
     """ConfigError for what takes several workers, or devices of a layer."""
     if world > 1 and requested.executor == "inline":
         raise ConfigError(f"--executor inline runs one worker; {_split(requested)} needs processes")
-    if requested.enable_expert_parallel and requested.tensor_parallel == 1:
+    alone = requested.tensor_parallel == 1 and requested.data_parallel == 1
+    if requested.enable_expert_parallel and alone:
         raise ConfigError(
-            "--enable-expert-parallel shares out experts to the devices of --tensor-parallel, which is 1: raise "
-            "that, or leave it out",
+            "--enable-expert-parallel shares out experts to the devices of --tensor-parallel and --data-parallel, "
+            "which are 1: raise one of them, or leave it out",
             field="enable_expert_parallel",
         )
+    if shares_experts(requested):
+        _check_group(requested)
     if requested.sequence_parallel and requested.tensor_parallel == 1:
         raise ConfigError(
             "--sequence-parallel divides rows between the ranks of --tensor-parallel, which is 1",
@@ -173,6 +198,58 @@ def _check_shares(requested: DeviceOptions, world: int, kind: str) -> None:
             "cannot: padded sends the same in messages of one size",
             field="all2all_backend",
         )
+
+
+def _check_group(requested: DeviceOptions) -> None:
+    """ConfigError for what engine cores that share out experts cannot."""
+    if requested.pipeline_parallel > 1:
+        raise ConfigError(
+            f"--pipeline-parallel {requested.pipeline_parallel} does not go with --data-parallel "
+            f"{requested.data_parallel} --enable-expert-parallel: a rank serves other cores between "
+            "its own core's steps; use --tensor-parallel",
+            field="pipeline_parallel",
+        )
+    if requested.executor == "inline":
+        raise ConfigError(
+            f"--executor inline: with --data-parallel {requested.data_parallel} "
+            "--enable-expert-parallel workers serve each other between steps; use processes",
+            field="executor",
+        )
+    if requested.max_replicas not in (None, requested.data_parallel):
+        raise ConfigError(
+            f"--max-replicas {requested.max_replicas}: with --data-parallel "
+            f"{requested.data_parallel} --enable-expert-parallel the number of engine cores stays "
+            "as it is",
+            field="max_replicas",
+        )
+
+
+def _expert_group(requested: DeviceOptions) -> ExpertGroupSpec | None:
+    if not shares_experts(requested):
+        return None
+    return ExpertGroupSpec(cores=requested.data_parallel)
+
+
+def _exchange(options: Options, choose: Chooser) -> str:
+    """How tokens come to whole experts. Cores that have tokens of their own must send them."""
+    requested = options.device
+    if not shares_experts(requested):
+        return requested.all2all_backend
+    stated = requested.all2all_backend
+    exchange: str = choose.pick(
+        "--all2all-backend",
+        "auto" if stated == "allreduce" else stated,
+        "allgather_reducescatter",
+        "engine cores have tokens of their own",
+    )
+    if options.model.deterministic and exchange == "allgather_reducescatter":
+        raise ConfigError(
+            f"--all2all-backend {exchange} does not go with --deterministic and --data-parallel "
+            f"{requested.data_parallel}: the order of its sums may depend on how many tokens are "
+            "sent; use padded or ragged",
+            field="all2all_backend",
+        )
+    return exchange
 
 
 def _expert_balance(options: Options, kind: str) -> ExpertBalanceSpec | None:

@@ -256,7 +256,18 @@ class Supervisor:
             why = managed.error or f"{managed.name} died while starting (exit status {status})"
             self._give_up(why, exit_status=2 if managed.error else 1)
             return
-        self._restart(managed, f"{managed.name} died (exit status {status})")
+        other, managed.ends_with = managed.ends_with, None
+        if other is None:
+            self._end_fellows(managed)
+        because = "" if other is None else f" with {other.name}"
+        self._restart(managed, f"{managed.name} died{because} (exit status {status})")
+
+    def _end_fellows(self, managed: ManagedProcess) -> None:
+        """What cannot go on without a process that has died is killed, and starts again with it."""
+        for fellow in managed.fellows:
+            if fellow.child is not None and fellow.ends_with is None:
+                fellow.ends_with = managed
+                fellow.child.process.kill()
 
     def _restart(self, managed: ManagedProcess, what: str) -> None:
         now = time.monotonic()

@@ -29,7 +29,7 @@ from headrace.base.config.device_options import DeviceOptions
 from headrace.base.config.resolved import Resolved
 from headrace.base.errors import ConfigError
 from headrace.launch.prestart import start, status_arguments, take_prestarted
-from headrace.launch.resolve_device import MachineFacts
+from headrace.launch.resolve_device import MachineFacts, most_replicas
 
 PR_SET_PDEATHSIG = 1
 MAX_SOCKET_PATH_BYTES = 107
@@ -291,9 +291,7 @@ def planned_facts(name: str, options: DeviceOptions) -> MachineFacts:
     fake = FAKES[name]
     return MachineFacts(
         kind="cuda",
-        count=options.tensor_parallel
-        * options.pipeline_parallel
-        * (options.max_replicas or options.replicas),
+        count=options.tensor_parallel * options.pipeline_parallel * most_replicas(options),
         total_bytes=fake.memory_bytes,
         free_bytes=fake.free_bytes,
         cores=1,

@@ -119,7 +119,7 @@ class WeightsSource:
 
 def weights_of(spec: EngineSpec, executor: Callable[[], Executor]) -> Weights:
     """The weights of an engine; `executor`: the one that is installed."""
-    if spec.device.executor == "null":
+    if spec.device.executor == "null" or spec.device.expert_group is not None:
         return Weights(no_weights)
     return Weights(lambda order: cast(WeightWorkers, executor()).weigh(order))
 

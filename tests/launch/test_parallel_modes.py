@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from headrace.base.config.resolved import ExpertBalanceSpec
+from headrace.base.config.resolved import ExpertBalanceSpec, ExpertGroupSpec
 from headrace.base.config.tree import Options
 from headrace.base.errors import ConfigError
 from headrace.launch.feature_pairs import ShownPair
@@ -102,6 +102,40 @@ def test_gpus_read_no_counts_between_kernels() -> None:
         resolved(CUDA, device={**whole, "device": "cuda"})
     assert caught.value.field == "all2all_backend"
     assert resolved(CPU, device={**whole, "device": "cpu"}).engine.device.expert_parallel
+
+
+SHARED_EXPERTS = {"data_parallel": 2, "enable_expert_parallel": True, "device": "cpu"}
+
+
+def test_engine_cores_share_out_experts() -> None:
+    """PAR-10: with more workers than one, tokens that are sent, and steps that are called."""
+    found = resolved(CPU, device={**SHARED_EXPERTS, "tensor_parallel": 2})
+    device = found.engine.device
+    assert (found.replicas, found.max_replicas, device.executor) == (2, 2, "processes")
+    assert device.expert_group == ExpertGroupSpec(cores=2) and not device.records
+    assert device.token_exchange == "allgather_reducescatter"
+    copies = resolved(CPU, device={"data_parallel": 3, "device": "cpu"})
+    assert copies.replicas == 3 and copies.engine.device.expert_group is None
+
+
+@pytest.mark.parametrize(
+    ("groups", "words"),
+    [
+        (
+            {"device": {"pipeline_parallel": 3}},
+            "--pipeline-parallel 3 .* --data-parallel 2 --enable",
+        ),
+        ({"device": {"replicas": 4}}, "--replicas 4 does not go with --data-parallel 2"),
+        ({"device": {"executor": "inline"}}, "--executor inline: with --data-parallel 2"),
+        ({"device": {"max_replicas": 3}}, "--max-replicas 3: with --data-parallel 2"),
+        ({"device": {"max_replicas": 1}}, "--max-replicas 1: at least --data-parallel 2"),
+        ({"model": {"deterministic": True}}, "allgather_reducescatter does not go with --determin"),
+    ],
+)
+def test_what_cores_that_share_out_experts_cannot(groups: dict[str, Any], words: str) -> None:
+    device = {**SHARED_EXPERTS, **groups.get("device", {})}
+    with pytest.raises(ConfigError, match=words):
+        resolved(CPU, **{**groups, "device": device})
 
 
 def test_what_sharing_out_the_context_does_not_go_with_is_named() -> None:

@@ -123,7 +123,7 @@ def test_drafts_are_looked_up_by_what_the_user_says_or_by_two_to_five_tokens() -
         ({"device": {"device": "cuda"}}, "--device cuda"),
         ({"scheduler": {"max_running": 9, "max_step_tokens": 8}}, "--max-step-tokens 8"),
         ({"device": {"tensor_parallel": 2, "executor": "inline"}}, "--executor inline"),
-        ({"device": {"enable_expert_parallel": True}}, "--tensor-parallel, which is 1"),
+        ({"device": {"enable_expert_parallel": True}}, "--data-parallel, which are 1"),
         ({"device": {"num_redundant_experts": 2}}, "--num-redundant-experts 2 is about whole"),
         ({"device": {"expert_rebalance_steps": 9}}, "--expert-rebalance-steps 9 is about whole"),
         (

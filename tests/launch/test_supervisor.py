@@ -99,3 +99,23 @@ def test_a_child_without_heartbeats_is_killed_once_it_has_sent_one(
     assert process.wait(300) == -signal.SIGKILL
     supervisor._kill_all()
     folder.close()
+
+
+def test_those_that_cannot_go_on_alone_start_again_together() -> None:
+    """PAR-10: one death is not another one's reason to end what has started again."""
+    folder = RuntimeFolder()
+    one, other = (ManagedProcess(name, sleeping, is_core=True) for name in ("one", "other"))
+    one.fellows, other.fellows = [other], [one]
+    supervisor = supervised(one, folder)
+    supervisor._processes.append(other)
+    supervisor._start(other)
+    first = [managed.child.process for managed in (one, other) if managed.child is not None]
+    first[0].kill()
+    while supervisor.restarts < 2 or not (one.child and other.child):
+        supervisor._turn()
+    assert [process.wait() for process in first] == [-signal.SIGKILL] * 2
+    assert supervisor.restarts == 2 and one.ends_with is other.ends_with is None
+    for managed in (one, other):
+        assert managed.child is not None and managed.child.process.poll() is None
+    supervisor._kill_all()
+    folder.close()

@@ -191,7 +191,7 @@ class ProcessExecutor:
         self._folder = Path(
             tempfile.mkdtemp(prefix="headrace-", dir=env.get("HEADRACE_RUNTIME_DIR"))
         )
-        if spec.device.world_size > 1:
+        if spec.device.world_size > 1 or spec.device.expert_group is not None:
             env.set_default("GLOO_SOCKET_IFNAME", "lo")
             env.set_default(
                 "NCCL_NVLS_ENABLE", "0"
@@ -337,9 +337,8 @@ class ProcessExecutor:
         while (body := worker.channel.receive()) is not None:
             message = TO_CORE.decode(body)
             if isinstance(message, WorkerFailed):
-                return self._fail(
-                    f"worker {worker.rank} failed in step {message.step}: {message.error.message}"
-                )
+                where = "between steps" if message.step is None else f"in step {message.step}"
+                return self._fail(f"worker {worker.rank} failed {where}: {message.error.message}")
             self._takers[type(message)](worker.rank, message)
         self._fail(f"worker {worker.rank} {worker.ending()}")
 

@@ -22,7 +22,7 @@ from headrace.back.lora.store import AdapterStore
 from headrace.back.models.load import LoadReport, Origin
 from headrace.back.models.protocol import CausalModel
 from headrace.back.models.registry import DTYPES
-from headrace.back.parallel.mesh import Mesh
+from headrace.back.parallel.mesh import Mesh, Rounds
 from headrace.back.parallel.pipe import Pipe
 from headrace.back.platforms import code_pages
 from headrace.back.platforms.detect import detect
@@ -244,7 +244,7 @@ def build_resident(
                 origin=report.origin if mesh.pp.size == 1 else None,
                 rank=mesh.rank,
                 pipe=mesh.pipe,
-                balancer=_balancer(spec, report),
+                balancer=_balancer(spec, report, mesh.rounds),
             )
             return Resident(loaded, checks=checks)
 
@@ -256,12 +256,18 @@ def build_resident(
         raise _too_small(error, device) from error
 
 
-def _balancer(spec: EngineSpec, report: LoadReport) -> Balancer:
-    """Of the experts that may change ranks; the others have none to balance."""
+def _balancer(spec: EngineSpec, report: LoadReport, rounds: Rounds | None) -> Balancer:
+    """Of the experts that may change ranks; the others have none to balance. Engine cores that
+    share them out take other steps than each other, but the same rounds: of each mixture one is
+    counted as a step."""
     balance = spec.device.expert_balance
     if balance is None or report.origin is None:
         return Balancer((), 0)
-    return Balancer(report.origin.ledger.movable, balance.steps)
+    movable = report.origin.ledger.movable
+    if rounds is None:
+        return Balancer(movable, balance.steps)
+    rounds.between = Balancer(movable, balance.steps * len(movable)).step
+    return Balancer((), 0)
 
 
 def _load_network(

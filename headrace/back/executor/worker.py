@@ -38,6 +38,7 @@ from headrace.back.executor.channel import (
 from headrace.back.executor.inline import StepThreads
 from headrace.back.executor.profiler import Profiler
 from headrace.back.executor.resident import Resident, build_resident, set_threads
+from headrace.back.parallel.expert_group import ExpertGroup, join_experts
 from headrace.back.parallel.mesh import (
     SEQUENCE_ROWS,
     Mesh,
@@ -45,8 +46,10 @@ from headrace.back.parallel.mesh import (
     with_shared_context,
     with_whole_experts,
 )
+from headrace.back.parallel.rounds import Ring
 from headrace.back.runner.results import LaunchedStep
 from headrace.base import extensions
+from headrace.base.config.resolved import DeviceSpec
 from headrace.base.errors import ConfigError, HeadraceError, StartError, WireError, to_wire
 from headrace.base.telemetry import log as logs
 from headrace.base.wire.slots import KVOrder
@@ -59,8 +62,27 @@ Order: TypeAlias = StepPlan | ProfileSteps | ParkWeights | RecordGraph | WeightO
 """What is done in the order in which it comes."""
 
 
+def join_all(begin: StartWorker) -> tuple[Mesh, ExpertGroup | None]:
+    """The mesh, and the ranks of other engine cores with which this one shares out experts, if it
+    does."""
+    mesh, device = join_mesh(begin), begin.spec.device
+    spec = device.expert_group
+    if spec is None:
+        return mesh, None
+    group = join_experts(
+        mesh,
+        cores=spec.cores,
+        core=spec.core,
+        folder=spec.folder,
+        device=device.device,
+        exchange=device.token_exchange,
+        redundant=_redundant(device),
+    )
+    return group.mesh, group
+
+
 def join_mesh(begin: StartWorker) -> Mesh:
-    """Meets the other ranks and returns the mesh; a lone rank meets nobody."""
+    """Meets the other ranks of this core and returns the mesh; a lone rank meets nobody."""
     if begin.world_size == 1:
         return Mesh()
     dist.init_process_group(
@@ -81,9 +103,11 @@ def join_mesh(begin: StartWorker) -> Mesh:
         mesh = replace(mesh, sequence_rows=SEQUENCE_ROWS)
     if not spec.device.expert_parallel:
         return mesh
-    balance = spec.device.expert_balance
-    redundant = None if balance is None else balance.redundant
-    return with_whole_experts(mesh, spec.device.token_exchange, redundant)
+    return with_whole_experts(mesh, spec.device.token_exchange, _redundant(spec.device))
+
+
+def _redundant(device: DeviceSpec) -> int | None:
+    return None if device.expert_balance is None else device.expert_balance.redundant
 
 
 def serve(channel: Channel) -> None:
@@ -93,14 +117,14 @@ def serve(channel: Channel) -> None:
     try:
         extensions.allow(begin.spec.extensions)
         set_threads(begin.spec.device)
-        mesh = join_mesh(begin)
+        mesh, group = join_all(begin)
         resident = build_resident(begin.spec, begin.loader, mesh)
     except Exception as error:
         # A user's mistake is told in words; of ours the place is wanted too.
         trace = not isinstance(error, ConfigError)
         log.error("rank %d could not start: %s", begin.rank, error, exc_info=trace)
         return channel.send(TO_CORE.frame(WorkerFailed(None, _start_error(error))))
-    plans: SimpleQueue[Order] = SimpleQueue()
+    plans: SimpleQueue[Order | Ring] = SimpleQueue()
     profiler = Profiler(begin.rank)
     deferred_inputs: SimpleQueue[DeferredInputs] = SimpleQueue()
     adapter_orders: SimpleQueue[AdapterOrder] = SimpleQueue()
@@ -119,8 +143,14 @@ def serve(channel: Channel) -> None:
     ):
         threading.Thread(target=work[0], args=work[1:], daemon=True).start()
     threads = StepThreads(begin.spec.device.threads, resident.facts)
+    if group is not None:
+        group.bell.listen(plans.put)
     while True:
-        plan = plans.get()
+        try:
+            plan = plans.get() if group is None else group.rounds.next(plans)
+        except Exception as error:
+            return _fail(channel, begin.rank, None, error)
+        assert not isinstance(plan, Ring), "rings are the rounds' own"
         if not isinstance(plan, StepPlan):
             _carry_out(channel, resident, profiler, plan)
             continue
@@ -207,15 +237,16 @@ def _send_results(
             channel.send(TO_CORE.frame(result))
 
 
-def _fail(channel: Channel, rank: int, step: int, error: Exception) -> None:
-    log.error("rank %d failed in step %d", rank, step, exc_info=error)
+def _fail(channel: Channel, rank: int, step: int | None, error: Exception) -> None:
+    where = "between steps" if step is None else f"in step {step}"
+    log.error("rank %d failed %s", rank, where, exc_info=error)
     channel.send(TO_CORE.frame(WorkerFailed(step, to_wire(error))))
 
 
 def _read_plans(
     channel: Channel,
     resident: Resident,
-    plans: SimpleQueue[Order],
+    plans: SimpleQueue[Order | Ring],
     deferred_inputs: SimpleQueue[DeferredInputs],
     adapter_orders: SimpleQueue[AdapterOrder],
 ) -> None:

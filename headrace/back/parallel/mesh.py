@@ -1,12 +1,15 @@
 """The device mesh: how many ranks each kind of parallelism has, and where this rank stands.
 
 An *axis* is of the mesh, a *dim* is of a tensor. Ranks are numbered stage by stage of a pipeline:
-rank = pp * tp_size + tp. The ranks of "ep", where it has several, are those of "tp": all have all
-tokens. An axis of one rank exists as a size, so that a layer that asks for one is written once.
+rank = pp * tp_size + tp. The ranks of "ep", where it has several, are those of "tp", which all have
+all tokens; or those of all engine cores of "dp", each of which has tokens of its own: rank = dp *
+tp_size + tp. An axis of one rank exists as a size, so that a layer that asks for one is written
+once.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -46,6 +49,24 @@ class Summing(Protocol):
     ) -> torch.Tensor:
         """Adds the sum into the residual, in place, and returns the norm of that
         (kernels/rms_norm)."""
+        ...
+
+
+class Rounds(Protocol):
+    """How engine cores whose experts are shared out come to exchange the tokens of the same mixture
+    at the same time (parallel/rounds.py). `between` is called ahead of every exchange, by all ranks
+    at the same place."""
+
+    between: Callable[[], None]
+
+    def join(self, name: str, serve: Callable[[int], None]) -> int:
+        """The number of the mixture called `name`, the same on all ranks, which join theirs in one
+        order. `serve` takes part in an exchange of so many rows a rank with none of its own."""
+        ...
+
+    def enter(self, number: int, rows: int) -> int:
+        """Waits for the exchange of a mixture in which so many rows of this rank take part; the
+        rows of each rank in it."""
         ...
 
 
@@ -90,7 +111,8 @@ class Mesh:
     None where there is one stage. `redundant_experts`: so many more slots than whole experts, which
     the ranks exchange as loads change; None: these stay where they are. `stage_layers`: the layers
     of each stage, where they are stated. `sequence_rows`: in steps of at least so many tokens each
-    rank of "tp" keeps a part of the residual's rows between the layers; 0: in none."""
+    rank of "tp" keeps a part of the residual's rows between the layers; 0: in none. `rounds`: when
+    experts that the cores of "dp" share out get tokens; None: the ranks of "tp" run in step."""
 
     tp: Axis = Axis()
     pp: Axis = Axis(name="pp")
@@ -102,6 +124,7 @@ class Mesh:
     pipe: Pipe | None = None
     stage_layers: tuple[int, ...] = ()
     sequence_rows: int = 0
+    rounds: Rounds | None = None
 
     @property
     def size(self) -> int:

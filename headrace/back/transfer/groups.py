@@ -10,7 +10,6 @@ whether the trainer is still there: NCCL itself may never notice.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from headrace.back.parallel.process_groups import end_group, new_group
 from headrace.base import env
 from headrace.base.errors import Conflict, InvalidRequest
 from headrace.base.wire.weights import Group
@@ -84,13 +84,7 @@ class JoinedGroup:
 
     def leave(self) -> None:
         """Ends the group's threads and connections, whether or not the others are there."""
-        with contextlib.suppress(RuntimeError):  # what the backend says of a trainer that is gone
-            self.members.abort()
-        with contextlib.suppress(RuntimeError):
-            dist.destroy_process_group(self.members)
-        # an aborted group of NCCL refuses the end, and its name would stay taken
-        c10d._world.pg_names.pop(self.members, None)
-        c10d._world.pg_map.pop(self.members, None)
+        end_group(self.members)
 
 
 def _first_line(error: BaseException) -> str:
@@ -121,18 +115,16 @@ def join(group: Group, rank: int, device: torch.device) -> JoinedGroup:
     try:
         store, _, _ = next(dist.rendezvous(address, rank, group.world_size, timeout=timeout))
         store.set_timeout(timeout)
-        members, _ = c10d._new_process_group_helper(
-            group.world_size,
+        members = new_group(
+            store,
             rank,
-            [],
-            dist.Backend(backend),
-            c10d.PrefixStore(group.name, store),
-            group_name=group.name,
-            timeout=timeout,
+            group.world_size,
+            backend=backend,
+            name=group.name,
+            timeout_s=JOIN_TIMEOUT_S,
         )
     except RuntimeError as error:
         raise Conflict(f"group {group.name!r:.100} at {address}: {_first_line(error)}") from error
-    c10d._world.pg_group_ranks[members] = {i: i for i in range(group.world_size)}
     return JoinedGroup(group, members, store)
 
 

@@ -59,16 +59,16 @@ class DeviceOptions(msgspec.Struct, frozen=True, kw_only=True):
     enable_expert_parallel: Annotated[
         bool,
         Meta(
-            description="The devices of --tensor-parallel share out the routed experts of mixtures as whole ones, "
-            "instead of a part of each; all else stays divided as it was."
+            description="The devices of --tensor-parallel and --data-parallel share out the routed experts of mixtures "
+            "as whole ones, instead of a part of each; all else stays divided as it was."
         ),
     ] = False
     all2all_backend: Annotated[
         Literal["allreduce", "allgather_reducescatter", "ragged", "padded"],
         Meta(
             description="How tokens come to whole experts: not at all, as all devices have all tokens and add up what "
-            "their experts give; or each device sends a share of the tokens, to all, to those that have their experts, "
-            "or in messages of one size."
+            "their experts give; or each device sends a share of the tokens, to all (with --data-parallel the "
+            "default), to those that have their experts, or in messages of one size."
         ),
     ] = "allreduce"
     num_redundant_experts: Annotated[
@@ -101,6 +101,14 @@ class DeviceOptions(msgspec.Struct, frozen=True, kw_only=True):
     ] = "a2a"
     dcp_kv_cache_interleave_size: Annotated[
         Processes, Meta(description="Tokens in a row that lie on one of them.")
+    ] = 1
+    data_parallel: Annotated[
+        Processes,
+        Meta(
+            description="Engine cores, each with requests, attention and a KV cache of its own. With "
+            "--enable-expert-parallel the devices of all of them share out the routed experts; without, each has a "
+            "whole copy of the model, as with --replicas."
+        ),
     ] = 1
     replicas: Annotated[
         Processes, Meta(description="Engine cores, each with a whole copy of the model.")

@@ -140,8 +140,7 @@ class KVTransferSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KVStoreSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """KV of prompts that is kept in the folder `path`, whose files take at most `max_bytes`:
-    that of prompts which `after` requests have begun with."""
+    """KV of prompts that `after` requests began with, in files in `path` of `max_bytes` at most."""
 
     path: str
     max_bytes: int
@@ -218,14 +217,22 @@ class ExpertBalanceSpec(msgspec.Struct, frozen=True, kw_only=True):
     steps: int
 
 
+class ExpertGroupSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Cores that share out experts, this one's number, and the folder in which they meet (new)."""
+
+    cores: int
+    core: int = 0
+    folder: str = ""
+
+
 class DeviceSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Where the model runs. `threads` is per worker, `memory_bytes` what a worker may take of its
     device (None: no bound). `cpus`: where those threads stay, `other_cpus`: where all else of the
     server does (empty: anywhere). `nodes`: NUMA nodes that memory is taken from in turns, if there
     are several. `pipeline_layers`: the layers of each of the `pipeline_parallel` stages, empty: as
     many as make their bytes alike. `sequence_parallel`: see DeviceOptions. `expert_parallel`: of
-    mixtures the tensor-parallel ranks have whole experts, to which tokens come by `token_exchange`;
-    `expert_balance`: how these follow their loads, None: they stay where they are.
+    mixtures the tensor-parallel ranks have whole experts, of all cores in an `expert_group`; tokens
+    come by `token_exchange`; `expert_balance`: how these follow their loads, None: they stay.
     `context`: how those that would hold the same KV share it out; None: each holds it. `records`:
     steps are recorded and replayed."""
 
@@ -238,6 +245,7 @@ class DeviceSpec(msgspec.Struct, frozen=True, kw_only=True):
     expert_parallel: bool = False
     token_exchange: str = "allreduce"
     expert_balance: ExpertBalanceSpec | None = None
+    expert_group: ExpertGroupSpec | None = None
     context: ContextSpec | None = None
     threads: int = 1
     memory_bytes: int | None = None

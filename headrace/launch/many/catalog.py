@@ -145,7 +145,11 @@ def _check(options: Options) -> None:
             field="served_model_name",
         )
     device = options.device
-    for field, count in (("replicas", device.replicas), ("max_replicas", device.max_replicas or 1)):
+    for field, count in (
+        ("replicas", device.replicas),
+        ("data_parallel", device.data_parallel),
+        ("max_replicas", device.max_replicas or 1),
+    ):
         if count > 1:
             raise ConfigError(
                 f"--{field.replace('_', '-')} {count}: with {flag} each model has one engine core; "

@@ -21,33 +21,62 @@ from collections.abc import Callable
 
 import torch
 
-from headrace.back.kernels.experts.op import Experts
+from headrace.back.kernels.experts.op import Experts, ExpertsProblem
 from headrace.back.parallel.collectives import all_parts, all_to_all, ragged_to_all, reduce_scatter
-from headrace.back.parallel.mesh import Axis
+from headrace.back.parallel.mesh import Axis, Mesh
 
 ALLREDUCE = "allreduce"
 Share = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """x_SE, expert_SK (-1: none) and weight_SK of the tokens that a rank is responsible for."""
 
 
-def exchanged(experts: Experts, slot_WXC: torch.Tensor, axis: Axis, kind: str) -> Experts:
-    """f(x_TE, expert_TK, weight_TK) -> y_TE, of which a rank fills the rows of its share, by this
-    rank's `experts`. `slot_WXC`: where each rank computes each expert, see placement.turns."""
-    exchange = EXCHANGES[kind]
+def exchanged(
+    experts: Experts, slot_WXC: torch.Tensor, mesh: Mesh, rows: Callable[[int], int] = int
+) -> Experts:
+    """f(x_TE, expert_TK, weight_TK) -> y_TE, of which a rank fills the rows of its share of what
+    the ranks of "tp" have, by this rank's `experts`. `slot_WXC`: where each rank computes each
+    expert, see placement.turns. `rows`: how many rows each rank sends, by those of a share."""
+    exchange, axis, alike = EXCHANGES[mesh.token_exchange], mesh.ep, mesh.tp
 
     def over_ranks(
         x_TE: torch.Tensor, expert_TK: torch.Tensor, weight_TK: torch.Tensor
     ) -> torch.Tensor:
-        size = -(-len(x_TE) // axis.size)
-        mine = slice(axis.rank * size, min((axis.rank + 1) * size, len(x_TE)))
+        count = -(-len(x_TE) // alike.size)
+        mine = slice(alike.rank * count, min((alike.rank + 1) * count, len(x_TE)))
+        size, own = rows(count), max(0, mine.stop - mine.start)
         share = tuple(_share(x, mine, size) for x in (x_TE, expert_TK, weight_TK))
-        share[1][max(0, mine.stop - mine.start) :] = -1
+        share[1][own:] = -1
         y_TE = torch.zeros_like(x_TE)
         y_SE = exchange(experts, (share[0], share[1], share[2]), slot_WXC, axis)
-        y_TE[mine] = y_SE[: max(0, mine.stop - mine.start)]
+        y_TE[mine] = y_SE[:own]
         return y_TE
 
     return over_ranks
+
+
+def exchanged_in_rounds(
+    experts: Experts,
+    slot_WXC: torch.Tensor,
+    mesh: Mesh,
+    problem: ExpertsProblem,
+    *,
+    name: str,
+    device: torch.device,
+) -> Experts:
+    """The same of engine cores that have tokens of their own: all ranks send as many rows as the
+    core with most, and those that have none at this mixture only serve. `problem`: of the tokens;
+    `name`: the mixture's in the model."""
+    rounds, exchange = mesh.rounds, EXCHANGES[mesh.token_exchange]
+    assert rounds is not None, mesh
+
+    def serve(size: int) -> None:
+        x_SE = torch.zeros((size, problem.width), dtype=problem.dtype, device=device)
+        expert_SK = torch.full((size, problem.slots), -1, dtype=torch.int32, device=device)
+        weight_SK = torch.zeros(expert_SK.shape, device=device)
+        exchange(experts, (x_SE, expert_SK, weight_SK), slot_WXC, mesh.ep)
+
+    number = rounds.join(name, serve)
+    return exchanged(experts, slot_WXC, mesh, lambda count: rounds.enter(number, count))
 
 
 def slots_on(slot_WXC: torch.Tensor, expert_TK: torch.Tensor) -> torch.Tensor:

@@ -26,7 +26,7 @@ from headrace.back.kernels.experts_quant.layout import PackedExperts, mixed_rows
 from headrace.back.kernels.experts_quant.op import OP as EXPERTS_QUANT
 from headrace.back.kernels.experts_quant.op import ExpertsQuantProblem
 from headrace.back.layers.moe.balance import MovableExperts
-from headrace.back.layers.moe.exchange import ALLREDUCE, exchanged, slots_on
+from headrace.back.layers.moe.exchange import ALLREDUCE, exchanged, exchanged_in_rounds, slots_on
 from headrace.back.layers.moe.split import ExpertSizes
 from headrace.back.layers.moe.weights import Biases, ExpertWeights, LoadedExperts
 from headrace.back.layers.scope import Scope
@@ -196,8 +196,12 @@ def bind_own_experts(
     )
     if exchange == ALLREDUCE:
         mix = _placed(mix, movable.slot_WXC[axis.rank :][:1])
+    elif scope.mesh.rounds is None:
+        mix = exchanged(mix, movable.slot_WXC, scope.mesh)
     else:
-        mix = exchanged(mix, movable.slot_WXC, axis, exchange)
+        mix = exchanged_in_rounds(
+            mix, movable.slot_WXC, scope.mesh, problem, name=scope.path, device=scope.device
+        )
     if scope.mesh.redundant_experts is not None:
         scope.ledger.movable.append(movable)
         mix = _counted(mix, movable)

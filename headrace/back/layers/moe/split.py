@@ -78,7 +78,8 @@ class ExpertSizes:
         if self.experts < axis.size:
             raise ConfigError(
                 f"--enable-expert-parallel: {self.experts} experts cannot be shared out to "
-                f"{axis.size} ranks; leave it out, or lower --tensor-parallel",
+                f"{axis.size} ranks; leave it out, or lower --tensor-parallel or "
+                "--data-parallel",
                 field=axis.option,
             )
         count = len(self.placement[axis.rank])

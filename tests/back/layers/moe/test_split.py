@@ -3,6 +3,7 @@ own experts alone (PAR-12)."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -31,8 +32,10 @@ from headrace.back.layers.moe.weights import (
 from headrace.back.layers.scope import Ledger, Scope
 from headrace.back.parallel.mesh import Axis, Mesh, with_whole_experts
 from headrace.back.parallel.param import Param, copies
+from headrace.back.parallel.rounds import MixtureRounds
 from headrace.back.quant.parts import PartSchemes
 from headrace.base.errors import ConfigError
+from tests.back.parallel.test_rounds import STOP, Bells, Orders
 from tests.back.parallel.thread_ranks import run_threads
 
 WIDTH, INNER, EXPERTS, TOP_K = 32, 16, 5, 2
@@ -162,6 +165,48 @@ def test_every_exchange_of_tokens_gives_the_same(
     alone = share_of(Mesh())
     found = torch.stack(run_threads(monkeypatch, 3, rank_main)).sum(0)
     assert (found - alone).abs().max() <= 3e-6 * alone.abs().max()
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("alike", [1, 2])
+def test_cores_with_tokens_of_their_own_get_what_one_rank_computes(
+    exchange: str, alike: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PAR-10, PAR-11: three tokens here, seven there; then nothing here, where the others are served."""
+    spec = SPECS["shared"]
+    _, params = build(spec, Mesh())
+    checkpoint = checkpoint_of(params)
+    x_TE = torch.randn(10, WIDTH, generator=torch.Generator().manual_seed(5))
+    orders = [Orders() for _ in range(2 * alike)]
+    done = threading.Barrier(alike, action=lambda: [one.put(STOP) for one in orders])
+
+    def mixture_on(mesh: Mesh) -> Mixture:
+        mixture, params = build(spec, mesh)
+        fill(params, checkpoint)
+        mixture._scope.ledger.finish()
+        return mixture
+
+    def rank_main(rank: int, axis: Callable[..., Axis]) -> list[torch.Tensor]:
+        rounds = MixtureRounds(axis("rounds"), alike=alike, bell=Bells(orders, rank))
+        mesh = Mesh(tp=axis("tp", alike), ep=axis("ep"), token_exchange=exchange, rounds=rounds)
+        mixture = mixture_on(mesh)
+        core, shares = rank // alike, []
+        for mine in ((x_TE[:3], x_TE[3:]), (None, x_TE)):
+            tokens = mine[core]
+            if tokens is not None:
+                shares.append(mixture.mixed(tokens, tokens))
+        if core:
+            done.wait()
+        assert rounds.next(orders[rank]) == STOP
+        return shares
+
+    alone = mixture_on(Mesh()).mixed(x_TE, x_TE)
+    found = run_threads(monkeypatch, 2 * alike, rank_main)
+    sums = [
+        sum(each) for shares in (found[:alike], found[alike:]) for each in zip(*shares, strict=True)
+    ]
+    for ours, expected in zip(sums, (alone[:3], alone[3:], alone), strict=True):
+        assert (ours - expected).abs().max() <= 3e-6 * alone.abs().max()
 
 
 @pytest.mark.parametrize("name", ["separate, biased", "merged"])
