@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal
 
 import msgspec
 
@@ -89,6 +90,24 @@ def _compilation(values: list[str]) -> list[str]:
     except msgspec.DecodeError:
         return []
     return ["--enforce-eager"] if config.get("cudagraph_mode") == "NONE" else []
+
+
+def _hidden_states(values: list[str]) -> list[str] | None:
+    """Of the connectors the one that leaves hidden states in files."""
+    try:
+        config = msgspec.json.decode(values[0], type=_ConnectorConfig)
+    except msgspec.DecodeError:
+        return None
+    return ["--hidden-states-path", config.kv_connector_extra_config.shared_storage_path]
+
+
+class _ConnectorFolder(msgspec.Struct):
+    shared_storage_path: str
+
+
+class _ConnectorConfig(msgspec.Struct):
+    kv_connector: Literal["ExampleHiddenStatesConnector"]
+    kv_connector_extra_config: _ConnectorFolder
 
 
 class _PoolerConfig(msgspec.Struct, forbid_unknown_fields=True):
@@ -191,8 +210,10 @@ _VLLM: Mapping[str, OtherFlag] = {
     "--max-loras": left_out(_ADAPTERS, ONE),
     "--max-lora-rank": left_out(_ADAPTERS, ONE),
     "--max-cpu-loras": left_out(_ADAPTERS, ONE),
-    "--kv-transfer-config": refused(
-        "the KV of prompts passes to other servers through a folder: --kv-transfer-path"
+    "--kv-transfer-config": OtherFlag(
+        words=_hidden_states,
+        arity=ONE,
+        why="files of hidden states; KV passes to other servers by --kv-transfer-path",
     ),
     "--allowed-origins": refused(_CORS),
     "--middleware": refused("no code of others runs in the server"),

@@ -6,6 +6,7 @@ from __future__ import annotations
 from headrace.base.errors import InvalidRequest
 from headrace.base.wire.request import ROUTED_EXPERTS, RowSampling, check_between
 from headrace.base.wire.step import WorkerFacts
+from headrace.base.wire.transfer import HIDDEN_STATES
 
 MAX_CAPTURE_BYTES = 64 << 20
 
@@ -14,8 +15,14 @@ def check_capture(sampling: RowSampling, length: int, facts: WorkerFacts) -> Non
     """Refuses what this engine does not tell, of a request that ends at `length`."""
     if ROUTED_EXPERTS in sampling.capture_layers:
         _check_routed(length, facts)
-    if sampling.capture_layers != (ROUTED_EXPERTS,):
-        layers = tuple(one for one in sampling.capture_layers if one != ROUTED_EXPERTS)
+    if HIDDEN_STATES in sampling.capture_layers and not facts.tells_states:
+        raise InvalidRequest(
+            "kv_transfer_params.include_output_tokens: this engine writes no hidden states: it needs "
+            "--speculative-config's method extract_hidden_states",
+            field="kv_transfer_params",
+        )
+    apart = ROUTED_EXPERTS, HIDDEN_STATES
+    if layers := tuple(one for one in sampling.capture_layers if one not in apart):
         _check_attention(layers, sampling.capture_heads, length, facts)
 
 

@@ -33,6 +33,8 @@ NETWORK_METHODS: Final = (
     "dspark",
 )
 """Those that have weights."""
+EXTRACT: Final = "extract_hidden_states"
+"""The method that drafts nothing (hidden_states.py)."""
 ALIASES: Final = {
     "ngram_gpu": "ngram",
     "pard": "draft_model",
@@ -50,9 +52,8 @@ ALIASES: Final = {
 }
 """Other servers' names of methods that are the same here."""
 INSTEAD: Final = {
-    "extract_hidden_states": "the headrace library's hidden states of pooling",
     "lookahead": "ngram",
-    "custom_class": "ngram, or a network of a known kind",
+    "custom_class": "the name of an installed drafter (docs/EXTENDING.md)",
 }
 """Methods of other servers that are not here -> what to take."""
 MTP_MARKS: Final = (".eh_proj.weight", "mtp_layers.0.input_proj.weight", "mtp.fc.weight")
@@ -110,7 +111,8 @@ def find_draft(options: Options, model: ModelFacts) -> DraftCheckpoint | None:
 def method_of(name: str) -> str:
     """The method that a name stands for; ConfigError, with what to use, for one we do not have."""
     method = ALIASES.get(name, name)
-    known = ("auto", "ngram", "suffix", *NETWORK_METHODS, *extensions.allowed(extensions.DRAFTERS))
+    ours = "auto", "ngram", "suffix", EXTRACT, *NETWORK_METHODS
+    known = (*ours, *extensions.allowed(extensions.DRAFTERS))
     if method in known:
         return method
     if method in INSTEAD:

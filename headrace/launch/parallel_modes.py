@@ -300,6 +300,16 @@ FEATURES: tuple[Feature, ...] = (
         },
     ),
     Feature(
+        name="hidden states in files",
+        option="--hidden-states-path",
+        wanted=lambda start: start.engine.model.hidden_states is not None,
+        beside={
+            TENSOR: UnshownPair("every rank has the whole stream of a layer; the first one writes"),
+            PIPELINE: RefusedPair("each stage has but a part of the layers"),
+            SEQUENCE: RefusedPair("each rank has but a part of the tokens"),
+        },
+    ),
+    Feature(
         name="KV between servers and in files",
         option="--kv-transfer-path, --kv-store-path, --slot-save-path",
         wanted=lambda start: (

@@ -44,6 +44,7 @@ from headrace.launch.control_vectors import control_spec
 from headrace.launch.drafters import DraftCheckpoint
 from headrace.launch.encoder_decoder import alignment_heads, longest_heard, suppressed_ids
 from headrace.launch.generation_defaults import generation_defaults
+from headrace.launch.hidden_states import computing_all, hidden_states_spec
 from headrace.launch.kv_types import kv_dtype_of, kv_plain_layers
 from headrace.launch.lengths import (
     LARGEST,
@@ -140,6 +141,7 @@ def resolve(
     )
     offload = offload_spec(options, model, device_spec, engine.kv)
     engine = replace(engine, model=_finished(engine.model, options, model, offload))
+    engine = computing_all(engine, choose)
     speculation = speculation_spec(options, model, engine, draft, choose)
     engine = check_modes(replace(engine, speculation=speculation), options, model, text)
     return Resolved(
@@ -209,6 +211,7 @@ def _finished(
         vision_path=model.vision_path,
         control=control_spec(options, model),
         prompt_embeds=bool(prompt_width(options, model)),
+        hidden_states=hidden_states_spec(options, model),
     )
 
 

@@ -13,6 +13,7 @@ from headrace.base.config.resolved import EngineSpec, ModelSpec, SpeculationSpec
 from headrace.base.config.tree import Options, SpeculationOptions
 from headrace.launch.chooser import Chooser
 from headrace.launch.drafters import (
+    EXTRACT,
     NETWORK_METHODS,
     DraftCheckpoint,
     lacks_model,
@@ -50,6 +51,8 @@ def speculation_spec(
     it."""
     requested = options.scheduler.speculative_config
     if requested is None:
+        return None
+    if requested.method == EXTRACT:
         return None
     reason = _unverifiable(options, model, engine)
     if reason is not None:

@@ -54,6 +54,11 @@ def line() -> CommandLine:
         ),
         ("M --no-enable-prefix-caching", "M --no-prefix-caching"),
         (
+            'M --kv-transfer-config {"kv_connector":"ExampleHiddenStatesConnector",'
+            '"kv_role":"kv_producer","kv_connector_extra_config":{"shared_storage_path":"/dev/shm/h"}}',
+            "M --hidden-states-path /dev/shm/h",
+        ),
+        (
             "-m f.gguf -c 0 -ngl 99 -fa on -np 4",
             "--model f.gguf --max-model-len auto --max-running 4",
         ),

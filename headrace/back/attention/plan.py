@@ -77,7 +77,11 @@ class MutualPlans:
 
 
 class AttentionProbe(Protocol):
-    """Looks at the attention of a step, and at its routers between `begin` and `end`."""
+    """Looks at the attention of a step, and at its routers between `begin` and `end`. `taps`: at
+    its hidden states."""
+
+    @property
+    def taps(self) -> HiddenTaps | None: ...
 
     def begin(self) -> None:
         """The step's forward pass is about to run."""

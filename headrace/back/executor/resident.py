@@ -19,6 +19,7 @@ from headrace.back.kernels.native.library import use_threads
 from headrace.back.kernels.op import MORE_KERNELS, DeferredChecks, SelfCheckFailed
 from headrace.back.layers.moe.balance import Balancer
 from headrace.back.lora.store import AdapterStore
+from headrace.back.models.blocks import Decoder
 from headrace.back.models.load import LoadReport, Origin
 from headrace.back.models.protocol import CausalModel
 from headrace.back.models.registry import DTYPES
@@ -30,6 +31,7 @@ from headrace.back.platforms.device_threads import use_device
 from headrace.back.platforms.facts import freest
 from headrace.back.platforms.foreign import is_foreign, platform_of
 from headrace.back.platforms.placement import interleave
+from headrace.back.runner.hidden_states import HiddenStateFiles
 from headrace.back.runner.runner import Runner
 from headrace.back.runner.start import StartedRunner, start_runner
 from headrace.back.sampling.sampler import choose_kernels
@@ -200,8 +202,23 @@ def _start(loaded: RankModel, checks: DeferredChecks | None) -> StartedRunner:
         checks=checks,
         network=loaded.network,
         routing=None if loaded.origin is None else loaded.origin.ledger.routing,
+        hidden=_hidden_states(loaded),
         pipe=loaded.pipe,
     )
+
+
+def _hidden_states(loaded: RankModel) -> HiddenStateFiles | None:
+    """The files of hidden states; ConfigError for models that have none of the layers' streams."""
+    spec, model = loaded.spec.model.hidden_states, loaded.model
+    if spec is None:
+        return None
+    if not isinstance(model, Decoder) or not model.taps_until:
+        raise ConfigError(
+            "--speculative-config: method 'extract_hidden_states' needs a plain decoder; "
+            f"{loaded.spec.model.family} is none",
+            field="speculative_config",
+        )
+    return HiddenStateFiles(spec, loaded.rank)
 
 
 def build_resident(

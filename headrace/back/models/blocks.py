@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from headrace.back.attention.forms import CacheForm
-from headrace.back.attention.plan import Batch
+from headrace.back.attention.plan import Batch, HiddenTaps
 from headrace.back.kernels.embedding.op import Embedding
 from headrace.back.layers.classifier import classifier_of
 from headrace.back.layers.embedding import TokenEmbedding
@@ -266,8 +266,16 @@ class Decoder:
                 stream = None, layer.tail.forward(add_norm(None, *stream), input_TP)
         if self._streams is not None:
             stream = None, self._streams.end(stream[1])
-        hidden_TE = add_norm(self._norm, *stream)
-        return hidden_TE if batch.taps is None else tapped(batch.taps, hidden_TE)
+        if batch.taps is not None:
+            return self._tapped(batch.taps, stream)
+        return add_norm(self._norm, *stream)
+
+    def _tapped(self, taps: HiddenTaps, stream: Stream) -> torch.Tensor:
+        """The end of `forward` where somebody looks."""
+        if len(self._layers) in taps.layers:
+            stream = total(stream[0]), stream[1]
+            taps.see(len(self._layers), stream[1], stream[0])
+        return tapped(taps, add_norm(self._norm, *stream))
 
     @property
     def embed(self) -> Embedding:

@@ -1,6 +1,7 @@
-"""Attention weights and chosen experts of the rows that ask for them: seen in the layers'
-forward, a chunk at a time, and told with the step's result. Nothing of it is there in steps
-without such a row. Rows are captured from their first position on.
+"""Attention weights, chosen experts and hidden states of the rows that ask for them: seen in the
+layers' forward, a chunk at a time, and told with the step's result (of hidden states the file they
+are in: hidden_states.py). Nothing of it is there in steps without such a row. Rows are captured
+from their first position on.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from headrace.back.kernels.attention.weights import attention_weights
 from headrace.back.kernels.upload import to_host
 from headrace.back.layers.moe.routing_tap import RoutingTap
 from headrace.back.models.protocol import CausalModel
-from headrace.back.runner.batch import StepShape
+from headrace.back.runner.batch import Rows, StepShape
+from headrace.back.runner.hidden_states import HiddenStateFiles, LayerStates, StatesPiece
 from headrace.base.config.resolved import EngineSpec
-from headrace.base.wire.request import ROUTED_EXPERTS, Captured, RowSampling
+from headrace.base.wire.request import HIDDEN_STATES, ROUTED_EXPERTS, Captured, RowSampling
+from headrace.base.wire.step import RowStart
 
 HeadsOfLayers: TypeAlias = dict[int, tuple[int, ...]]
 """The heads of each layer that are told; none: all."""
@@ -50,6 +53,10 @@ class CapturedWeights:
         return self.index, Captured(self.layer, self.start, self.values.numpy())
 
 
+CapturedPiece: TypeAlias = CapturedWeights | StatesPiece
+"""What a step tells of a row, on its way to the host."""
+
+
 @dataclass(eq=False)
 class WeightCapture:
     """What a step's forward hands its queries to. `wanted`: layer -> indices of rows, and heads;
@@ -59,6 +66,7 @@ class WeightCapture:
     first_R: np.ndarray
     start_R1: np.ndarray
     routing: RoutingTap | None = None
+    taps: LayerStates | None = None
     weights: list[CapturedWeights] = field(default_factory=list)
 
     def begin(self) -> None:
@@ -111,22 +119,60 @@ def num_capturable(model: CausalModel, spec: EngineSpec) -> int:
     return len(model.kv_forms) if wanted and alone and model.attention_heads else 0
 
 
-def forget_rows(layers: LayersOfRow, rows: np.ndarray) -> None:
-    """Rows were given back."""
-    for row in rows.tolist():
-        layers.pop(row, None)
+class RowCaptures:
+    """What the rows of a runner ask for: `of_row`. `files`: for the hidden states of all rows;
+    None: of none."""
 
+    def __init__(self, routing: RoutingTap | None, files: HiddenStateFiles | None) -> None:
+        self.of_row: LayersOfRow = {}
+        self.files = files
+        self._routing = routing
 
-def capture_of(
-    layers: LayersOfRow, shape: StepShape, routing: RoutingTap | None
-) -> WeightCapture | None:
-    """The probe of a step; None if no row of it is captured."""
-    wanted: dict[int, list[tuple[int, tuple[int, ...]]]] = {}
-    for index, row in enumerate(shape.rows.tolist()):
-        for layer, heads in layers.get(row, {}).items():
-            wanted.setdefault(layer, []).append((index, heads))
-    first_R = shape.position_T[shape.query_start[:-1]]
-    return WeightCapture(wanted, first_R, shape.query_start, routing) if wanted else None
+    def start(self, start: RowStart) -> None:
+        """A request takes a row."""
+        wanted = wanted_of(start.sampling)
+        wanted.pop(HIDDEN_STATES, None)
+        if self.files is not None and self.files.start(start):
+            wanted[HIDDEN_STATES] = ()
+        if wanted:
+            self.of_row[start.row] = wanted
+
+    def end(self, rows: np.ndarray) -> None:
+        """Rows were given back."""
+        for row in rows.tolist():
+            self.of_row.pop(row, None)
+        if self.files is not None:
+            self.files.end(rows)
+
+    def probe(self, shape: StepShape) -> WeightCapture | None:
+        """That of a step; None if no row of it is captured."""
+        wanted: dict[int, list[tuple[int, tuple[int, ...]]]] = {}
+        for index, row in enumerate(shape.rows.tolist()):
+            for layer, heads in self.of_row.get(row, {}).items():
+                wanted.setdefault(layer, []).append((index, heads))
+        if not wanted:
+            return None
+        first_R = shape.position_T[shape.query_start[:-1]]
+        taps = None if self.files is None else self.files.taps()
+        return WeightCapture(wanted, first_R, shape.query_start, self._routing, taps)
+
+    def told(self, probe: WeightCapture, shape: StepShape, rows: Rows) -> list[CapturedPiece]:
+        """What a step's probe has seen. Rows whose hidden states are all there are looked into no
+        more."""
+        pieces: list[CapturedPiece] = [*probe.weights]
+        if probe.taps is None or self.files is None or HIDDEN_STATES not in probe.wanted:
+            return pieces
+        token_T = rows.tokens.take(shape.row_T, shape.position_T).to(torch.int64)
+        states_TLE = probe.taps.stacked()
+        for index, _ in probe.wanted[HIDDEN_STATES]:
+            first, last = shape.query_start[index : index + 2].tolist()
+            row, start = int(shape.rows[index]), int(shape.position_T[first])
+            piece = self.files.piece(row, index, start, token_T[first:last], states_TLE[first:last])
+            if piece is None:
+                self.of_row.pop(row, None)
+            else:
+                pieces.append(piece)
+        return pieces
 
 
 def routed_of(spec: EngineSpec, routing: RoutingTap | None) -> tuple[int, ...]:

@@ -105,7 +105,8 @@ class ExactSteps:
         )
         if shape.slots is not None:
             batch = replace(batch, slot_T=slots_of(shape.slots, shape.query_start, batch))
-        self.batch = batch = replace(resources.state.prepare(batch, shape), taps=self._taps)
+        taps = self._taps if probe is None or probe.taps is None else probe.taps
+        self.batch = batch = replace(resources.state.prepare(batch, shape), taps=taps)
         resources.state.before(batch)
         hidden_TE = self._forward(batch, probe)
         resources.state.after(batch, hidden_TE)

@@ -29,15 +29,9 @@ from headrace.back.lora.rows import RowSlots
 from headrace.back.models.protocol import CausalModel
 from headrace.back.parallel.pipe import Pipe
 from headrace.back.runner.batch import StepShape, shape_of
-from headrace.back.runner.capture import (
-    LayersOfRow,
-    capture_of,
-    forget_rows,
-    num_capturable,
-    routed_of,
-    wanted_of,
-)
+from headrace.back.runner.capture import RowCaptures, num_capturable, routed_of
 from headrace.back.runner.devices import StepsFactory
+from headrace.back.runner.hidden_states import HiddenStateFiles
 from headrace.back.runner.kv_layout import KVLayout
 from headrace.back.runner.memory import KVCounts, KVMemory
 from headrace.back.runner.pooler import Pooler
@@ -83,6 +77,7 @@ class RunnerPlan:
     state: StateFactory
     network: DraftNetwork | None = None
     routing: RoutingTap | None = None
+    hidden: HiddenStateFiles | None = None
     pipe: Pipe | None = None
 
 
@@ -109,7 +104,7 @@ class Runner:
         )
         self._prompts = PromptScorer(logits_width=model.logits_width, device=device)
         self._pooler = Pooler(model.classify, plan.projection)
-        self._captured: LayersOfRow = {}
+        self._captures = RowCaptures(plan.routing, plan.hidden)
         self._lost: deque[np.ndarray] = deque()
         self._slots = _slots_of(plan)
         self._records_idle = True
@@ -144,6 +139,7 @@ class Runner:
             capture_layers=num_capturable(model, spec),
             capture_heads=model.attention_heads,
             routed_experts=routed_of(spec, self._plan.routing),
+            tells_states=self._plan.hidden is not None,
             max_drafts=self._steps.max_drafts,
             encoder_tokens=model.encoder_tokens,
             spectrogram=spec.model.spectrogram,
@@ -283,7 +279,7 @@ class Runner:
         shape = dataclasses.replace(shape_of(plan), needs=needs, every=every)
         if self._slots is not None:
             shape = dataclasses.replace(shape, slots=self._slots.of(shape.rows))
-        probe = capture_of(self._captured, shape, self._plan.routing) if self._captured else None
+        probe = self._captures.probe(shape) if self._captures.of_row else None
 
         def take_masks() -> None:
             self._sampler.take_masks(masks(), shape.sampled_row, shape.place)
@@ -306,7 +302,7 @@ class Runner:
             sampled=sampled,
             prompts=prompts,
             pooled=self._pooler.pool(shape, outputs.out.hidden_TE) if self._pooler.rows else (),
-            captured=() if probe is None else probe.weights,
+            captured=() if probe is None else self._captures.told(probe, shape, self._steps.rows),
             refused=refused,
             lost=self._lost.append,
             proposed=self._steps.finish(plan, shape),  # last: it may overwrite what the step left
@@ -322,8 +318,8 @@ class Runner:
                 self._prompts.end(plan.ends)
             if self._pooler.rows:
                 self._pooler.end(plan.ends)
-            if self._captured:
-                forget_rows(self._captured, plan.ends)
+            if self._captures.of_row:
+                self._captures.end(plan.ends)
         if self._slots is not None:
             self._slots.begin(plan.starts)
         for start in plan.starts:
@@ -333,8 +329,8 @@ class Runner:
                 self._prompts.start(start)
             if start.pooling is not None:
                 self._pooler.start(start)
-            if start.sampling.capture_layers:
-                self._captured[start.row] = wanted_of(start.sampling)
+            if start.sampling.capture_layers or self._captures.files is not None:
+                self._captures.start(start)
 
     def _score_prompts(
         self, shape: StepShape, hidden_TE: torch.Tensor

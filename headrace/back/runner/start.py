@@ -27,6 +27,7 @@ from headrace.back.models.protocol import CausalModel
 from headrace.back.parallel.pipe import Pipe
 from headrace.back.runner.devices import StepsFactory, compiles_kernels, make_steps, profile_step
 from headrace.back.runner.fit import fit_kv
+from headrace.back.runner.hidden_states import HiddenStateFiles
 from headrace.back.runner.kv_layout import KVLayout, lay_out
 from headrace.back.runner.memory import KVCounts, count_kv, least_blocks, least_bytes
 from headrace.back.runner.runner import Runner, RunnerPlan
@@ -59,13 +60,14 @@ def start_runner(
     checks: DeferredChecks | None = None,
     network: DraftNetwork | None = None,
     routing: RoutingTap | None = None,
+    hidden: HiddenStateFiles | None = None,
     pipe: Pipe | None = None,
 ) -> StartedRunner:
     """Prepares, constructs and warms up. `checks`: self-checks that wait until their kernels have
     been compiled. `pipe`: of a stage among others."""
     seconds = {"compile": 0.0, "profile": 0.0}
     plan = plan_runner(spec, model, device=device, steps=steps, state=state, network=network)
-    plan = replace(plan, routing=routing, pipe=pipe)
+    plan = replace(plan, routing=routing, hidden=hidden, pipe=pipe)
     if compiles_kernels(device):
         plan = _try_out(plan, checks, seconds)
     runner = runner_of(plan)

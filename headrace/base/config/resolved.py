@@ -66,6 +66,14 @@ class ControlSpec(msgspec.Struct, frozen=True, kw_only=True):
     last: int
 
 
+class HiddenStatesSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Files of hidden states, in the folder `path`: in front of which layers, and the number of
+    layers for behind the last."""
+
+    layers: tuple[int, ...]
+    path: str
+
+
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A model on disk. `path` is a folder, or a GGUF file; `format`:
     safetensors, sharded_state, gguf, dummy.
@@ -89,7 +97,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     says of the values of colours, None: as its family has them. `shares_encoder`: see
     `--mm-encoder-tp-mode`. `vision_path`: the GGUF file with the tower of a GGUF model. `control`:
     what is added behind layers; None: nothing. `prompt_embeds`: vectors may stand in the place of
-    tokens.
+    tokens. `hidden_states`: those of requests are written to files.
     """
 
     path: str
@@ -125,6 +133,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     vision_path: str | None = None
     control: ControlSpec | None = None
     prompt_embeds: bool = False
+    hidden_states: HiddenStatesSpec | None = None
 
 
 class KVTransferSpec(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,6 +8,20 @@ import msgspec
 from msgspec import Meta
 
 
+class DraftLayers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`hf_config` of `DraftConfig`."""
+
+    eagle_aux_hidden_state_layer_ids: tuple[Annotated[int, Meta(ge=0)], ...] = ()
+    """extract_hidden_states: the layers in front of which hidden states are taken; the number of
+    layers: behind the last one, before the norm."""
+
+
+class DraftConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`draft_model_config` of `SpeculationOptions`, as vLLM's users write it."""
+
+    hf_config: DraftLayers = DraftLayers()
+
+
 class SpeculationOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Speculative decoding, under the names vLLM's users know. The tokens are those of plain
     decoding; only the number of steps changes."""
@@ -16,7 +30,8 @@ class SpeculationOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     """ngram: drafts are what followed the newest tokens earlier in the same request. suffix: there,
     or in earlier requests. draft_model, eagle, eagle3, mtp, medusa, mlp_speculator, dflash,
     dspark: a network drafts them.
-    auto: what the named model is, or the checkpoint carries, else ngram."""
+    extract_hidden_states: nothing is drafted; those of each request are written to a file in
+    --hidden-states-path. auto: what the named model is, or the checkpoint carries, else ngram."""
     model: str | None = None
     """The draft model or head: a folder, a GGUF file or a hub id. mtp: None is the model itself."""
     revision: str = "main"
@@ -42,5 +57,7 @@ class SpeculationOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     """suffix: the share of places, of those found, that must go on as drafted."""
     parallel_drafting: bool = False
     """draft_model: it was trained to draft all tokens in one pass (PARD)."""
+    draft_model_config: DraftConfig | None = None
+    """extract_hidden_states: of which layers."""
     adaptive: bool = True
     """Draft only what pays, by measured times of steps and by how often drafts stand."""

@@ -222,6 +222,13 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
             "serving many."
         ),
     ] = False
+    hidden_states_path: Annotated[
+        str | None,
+        Meta(
+            description="Folder in which the hidden states of each request are left as safetensors, with "
+            "--speculative-config's method extract_hidden_states; whoever reads a file removes it."
+        ),
+    ] = None
     enable_return_routed_experts: Annotated[
         bool,
         Meta(

@@ -103,6 +103,7 @@ ROW_INTEGERS = (
 )
 """Whole numbers that it sees, from the least to the greatest."""
 ROUTED_EXPERTS = -1  # in `capture_layers`: which experts the routers of all layers choose
+HIDDEN_STATES = -2  # in `capture_layers`: hidden states of the answer's tokens too
 
 
 class SamplingNumbers(ChainNumbers, frozen=True, kw_only=True, omit_defaults=True):
@@ -271,7 +272,8 @@ class PromptLogprobs(msgspec.Struct, frozen=True):
 class Captured(msgspec.Struct, frozen=True):
     """Attention weights of one layer, float32 [Q, H, S]: queries at positions `start` .. of a
     request, heads in the order asked for, positions up to the last query, or of the encoder. Of
-    ROUTED_EXPERTS int32 [Q, layers with experts, K], -1 where a layer chooses fewer."""
+    ROUTED_EXPERTS int32 [Q, layers with experts, K], -1 where a layer chooses fewer; of
+    HIDDEN_STATES uint8, the path of the file that they are in, empty where it was not written."""
 
     layer: int
     start: int

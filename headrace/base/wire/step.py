@@ -63,7 +63,8 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
     `encoder_tokens`: the most token ids that the encoder of an encoder-decoder reads; 0: there is
     none that reads tokens. `spectrogram`: the shape of what one reads instead (media.py:
     encoder_outputs); empty: there is none. `routed_experts`: layers whose chosen experts can be
-    told, and the most of a token; empty: none. `pools_whole`: tokens of a prompt that is pooled all
+    told, and the most of a token; empty: none. `tells_states`: requests have files of their hidden
+    states. `pools_whole`: tokens of a prompt that is pooled all
     see each other, so that one step computes them.
     """
 
@@ -77,6 +78,7 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
     capture_layers: int = 0
     capture_heads: int = 0
     routed_experts: tuple[int, ...] = ()
+    tells_states: bool = False
     max_drafts: int = 0
     encoder_tokens: int = 0
     spectrogram: tuple[int, ...] = ()

@@ -36,6 +36,8 @@ class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     answers to another server with the same request, or chooses a `transfer_id` and asks both at
     once. Both look into one folder, or the first is told where the second one listens
     (`remote_host`, `remote_port`): one of the peers that its operator has named.
+
+    `include_output_tokens`: the file of hidden states holds the answer's too.
     """
 
     do_remote_decode: bool | None = None
@@ -46,6 +48,7 @@ class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     remote_block_ids: None = None
     remote_host: Annotated[str, Meta(max_length=253)] | None = None
     remote_port: Annotated[int, Meta(ge=1, le=65535)] | None = None
+    include_output_tokens: bool | None = None
 
     def __post_init__(self) -> None:
         if (self.remote_host is None) != (self.remote_port is None):

@@ -116,11 +116,13 @@ class PooledPart(msgspec.Struct, frozen=True):
 class AttentionWeights(msgspec.Struct, frozen=True):
     """Attention weights of choice 0, before its end: layer -> float32 [T, H, T], T the tokens whose
     successor was computed: prompt and answer but for the last. `routed`: the experts of each of
-    them, int32 [T, layers, K], where they were asked for."""
+    them, int32 [T, layers, K], where they were asked for. `states_path`: the file with the hidden
+    states of a choice, where there are any; "": it could not be written."""
 
     num_prompt: int
     layers: dict[int, np.ndarray]
     routed: np.ndarray | None = None
+    states_path: str | None = None
 
 
 class Delta(msgspec.Struct, frozen=True, kw_only=True):

@@ -19,7 +19,15 @@ from headrace.base.wire.request import SamplingParams
 from headrace.front.client.admission_retry import all_of
 from headrace.front.client.chat_output import ChatOutputParser, ToolCallOutput
 from headrace.front.client.engine import AsyncLLM
-from headrace.front.client.events import Delta, Ended, Event, Generation, PromptScored, ScoredToken
+from headrace.front.client.events import (
+    AttentionWeights,
+    Delta,
+    Ended,
+    Event,
+    Generation,
+    PromptScored,
+    ScoredToken,
+)
 from headrace.front.client.limits import Limits
 from headrace.front.client.offline_media import OfflineMedia, PromptWithMedia
 from headrace.front.client.pooling import (
@@ -68,7 +76,8 @@ class Completion(msgspec.Struct, kw_only=True):
 
 class Output(msgspec.Struct, kw_only=True):
     """A prompt and its answers. `prompt` is None if it was given as ids. `weights_version`: of the
-    weights that the last answer ran with; of several, with commas between them."""
+    weights that the last answer ran with; of several, with commas between them.
+    `kv_transfer_params`: "hidden_states_path", the file with the last answer's hidden states."""
 
     prompt: str | None
     prompt_ids: list[int]
@@ -76,6 +85,7 @@ class Output(msgspec.Struct, kw_only=True):
     outputs: list[Completion] = []
     num_cached: int = 0
     weights_version: str = ""
+    kv_transfer_params: dict[str, str | None] | None = None
 
     @property
     def text(self) -> str:
@@ -332,6 +342,8 @@ def fold(output: Output, event: Event) -> None:
         answer.token_ids += event.token_ids
         if event.scores is not None:
             answer.logprobs = [*(answer.logprobs or []), *event.scores]
+    elif isinstance(event, AttentionWeights) and event.states_path is not None:
+        output.kv_transfer_params = {"hidden_states_path": event.states_path or None}
     elif isinstance(event, Ended):
         answer = _answer(output, event.index)
         answer.finish_reason, answer.stop = event.reason, event.stop

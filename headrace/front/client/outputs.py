@@ -16,6 +16,7 @@ import numpy as np
 from headrace.base.errors import HeadraceError, from_wire
 from headrace.base.wire.pooling import Pooled
 from headrace.base.wire.request import (
+    HIDDEN_STATES,
     ROUTED_EXPERTS,
     Captured,
     Finished,
@@ -148,7 +149,11 @@ class ChoiceState:
         size = num_prompt + max(self._num_output - 1, 0)
         layers: dict[int, np.ndarray] = {}
         routed: np.ndarray | None = None
+        states_path = None
         for piece in self._captured:
+            if piece.layer == HIDDEN_STATES:
+                states_path = piece.values.tobytes().decode()
+                continue
             if piece.layer == ROUTED_EXPERTS:
                 if routed is None:
                     routed = np.full((size, *piece.values.shape[1:]), -1, np.int32)
@@ -161,7 +166,7 @@ class ChoiceState:
             part = piece.values[: max(size - piece.start, 0), :, :width]
             whole[piece.start : piece.start + len(part), :, : part.shape[2]] = part
         self._captured = []
-        return AttentionWeights(num_prompt, layers, routed)
+        return AttentionWeights(num_prompt, layers, routed, states_path)
 
     def finish(self, finished: Finished) -> None:
         """Takes in the end that the core told."""

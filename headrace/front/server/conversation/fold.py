@@ -331,6 +331,8 @@ def captured_documents(captured: AttentionWeights, dtype: str | None) -> dict[st
     documents: dict[str, object] = {}
     if captured.layers:
         documents["attn_capture_data"] = attention_document(captured, dtype)
+    if captured.states_path is not None:
+        documents["kv_transfer_params"] = {"hidden_states_path": captured.states_path or None}
     if captured.routed is not None:
         experts = np.ascontiguousarray(captured.routed, np.dtype("<i4"))
         data = base64.b64encode(experts.tobytes()).decode()

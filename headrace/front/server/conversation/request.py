@@ -17,7 +17,7 @@ from msgspec import Meta
 from headrace.base.errors import InvalidRequest, RequestError
 from headrace.base.wire.grammar import StructuredOutputs
 from headrace.base.wire.repetition import RepetitionDetection
-from headrace.base.wire.request import BOUNDS, ROUTED_EXPERTS, SamplingParams
+from headrace.base.wire.request import BOUNDS, HIDDEN_STATES, ROUTED_EXPERTS, SamplingParams
 from headrace.base.wire.retention import KVRetention
 from headrace.base.wire.transfer import KVTransferParams
 from headrace.front.server.conversation.chain_fields import ChainFields
@@ -84,7 +84,15 @@ def _check_whole(request: Common, *, n: int, beams: bool) -> None:
 
 
 def _capture_layers(request: Common) -> tuple[int, ...]:
-    """The layers whose attention is told, the first one if none is named; and the routers."""
+    """The layers whose attention is told, the first one if none is named; the routers; and whether
+    hidden states of the answer are."""
+    transfer = request.kv_transfer_params
+    if transfer is not None and transfer.include_output_tokens:
+        return (HIDDEN_STATES, *_told_layers(request))
+    return _told_layers(request)
+
+
+def _told_layers(request: Common) -> tuple[int, ...]:
     routed = (ROUTED_EXPERTS,) if request.return_routed_experts else ()
     field = "return_routed_experts" if routed else "attn_capture"
     if not request.attn_capture and not routed:

@@ -292,9 +292,16 @@ async def to_answer(
     document = envelope(reply, choices)
     document |= {
         "usage": usage(folds),
-        "kv_transfer_params": reply.fields.transferred(reply.id),
+        "kv_transfer_params": _transferred(reply, choices),
     }
     return orjson.dumps(document | _times(reply, folds))
+
+
+def _transferred(reply: CompletionReply, choices: list[dict[str, Any]]) -> object:
+    """The answer's `kv_transfer_params`; of several prompts each first choice has its own."""
+    if len(choices) == reply.n and "kv_transfer_params" in choices[0]:
+        return choices[0].pop("kv_transfer_params")
+    return reply.fields.transferred(reply.id)
 
 
 def _times(reply: CompletionReply, tallies: Sequence[Tally]) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from headrace.front.server.conversation.fold import (
     Fold,
     FoldedChoice,
     alternatives,
+    captured_documents,
     logprob,
     scores_by_id,
     stop_reason,
@@ -97,6 +98,8 @@ async def to_answer(events: Events, reply: GenerateReply) -> bytes:
     document["prompt_logprobs"] = None
     transfer = reply.sampling.kv_transfer_params
     document["kv_transfer_params"] = None if transfer is None else transfer.answer(reply.id)
+    if fold.attention is not None:
+        document |= captured_documents(fold.attention, None)
     if fold.prompt_scores is not None and reply.sampling.prompt_logprobs is not None:
         document["prompt_logprobs"] = scores_by_id(fold.prompt_scores)
     if fold.prompt_scores is not None and reply.sampling.prompt_logprob_token_ids is not None:
