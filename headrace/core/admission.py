@@ -70,7 +70,7 @@ def check_request(request: EngineRequest, facts: WorkerFacts, kv: KVManager) -> 
         _check_encoder(request.encoder, facts)
     num_prompt = len(request.prompt) // TOKEN_BYTES
     length = _length_limit(num_prompt, request.stop.max_tokens, facts, kv)
-    if request.sampling.capture_layers:
+    if request.sampling.capture_layers or request.sampling.control_vectors:
         check_capture(request.sampling, length, facts)
     if request.media:
         check_media(request, facts)

@@ -1,5 +1,6 @@
-"""Whether what a request wants to be told of the layers, attention weights or chosen experts, is
-there and small enough."""
+"""Whether what a request wants to have captured beside its answer is told here, and not too much:
+attention weights, chosen experts, hidden states; and whether what it wants to have added to its
+hidden states is there."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from headrace.base.wire.step import WorkerFacts
 from headrace.base.wire.transfer import HIDDEN_STATES
 
 MAX_CAPTURE_BYTES = 64 << 20
+MOST_SCALE = 1e6
 
 
 def check_capture(sampling: RowSampling, length: int, facts: WorkerFacts) -> None:
@@ -21,9 +23,30 @@ def check_capture(sampling: RowSampling, length: int, facts: WorkerFacts) -> Non
             "--speculative-config's method extract_hidden_states",
             field="kv_transfer_params",
         )
+    if sampling.control_vectors:
+        _check_vectors(sampling.control_vectors, facts.control_vectors)
     apart = ROUTED_EXPERTS, HIDDEN_STATES
     if layers := tuple(one for one in sampling.capture_layers if one not in apart):
         _check_attention(layers, sampling.capture_heads, length, facts)
+
+
+def steered_keys(sampling: RowSampling) -> tuple[bytes, ...]:
+    """What sets KV that was computed with a request's control vectors apart."""
+    named = sorted(sampling.control_vectors.items())
+    return tuple(f"control vector {name} {scale!r}".encode() for name, scale in named)
+
+
+def _check_vectors(wanted: dict[str, float], known: tuple[str, ...]) -> None:
+    field = "control_vectors"
+    for name, scale in wanted.items():
+        if name not in known:
+            there = ", ".join(known) or "none: see --control-vector-modules"
+            raise InvalidRequest(f"{field}: {name!r:.80} is not loaded ({there})", field=field)
+        if not abs(scale) <= MOST_SCALE:
+            raise InvalidRequest(
+                f"{field}: {name} has the factor {scale}, at most {MOST_SCALE:g} is allowed",
+                field=field,
+            )
 
 
 def _check_routed(length: int, facts: WorkerFacts) -> None:

@@ -103,7 +103,8 @@ class KVStore(KVFileHook):
 
     def admit(self, request: EngineRequest) -> AdmissionVerdict:
         """See AdmissionHook."""
-        whole = request.pooling or request.sampling.capture_layers
+        sampling = request.sampling
+        whole = request.pooling or sampling.capture_layers or sampling.control_vectors
         if request.adapter or request.media or request.encoder or whole:
             return _YES
         if request.sampling.prompt_logprobs is not None:

@@ -137,7 +137,11 @@ class KVTransfers(KVFileHook):
         if raw is None:
             return _YES
         transfer = unpack_transfer(raw)
-        for what, has in (("an adapter", request.adapter), ("media", request.media)):
+        for what, has in (
+            ("an adapter", request.adapter),
+            ("media", request.media),
+            ("control vectors", request.sampling.control_vectors),
+        ):
             if has:
                 why = f"{FIELD}: the KV of a prompt with {what} passes to no other server"
                 raise Unsupported(why, field=FIELD)

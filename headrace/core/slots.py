@@ -162,6 +162,10 @@ def _conversation(rows: RememberingRows, row: int, tenant: str) -> Request:
             f"id: slot {row} has had no conversation of this key yet, or one with images, video or sound",
             field="id",
         )
+    if request.wire.sampling.control_vectors:
+        raise Unsupported(
+            f"id: the conversation of slot {row} ran with control vectors", field="id"
+        )
     if request.adapter.keys:
         raise Unsupported(
             f"id: the conversation of slot {row} ran with the adapter {request.adapter.name!r}; only those "

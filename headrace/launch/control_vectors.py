@@ -8,26 +8,39 @@ import re
 from pathlib import Path
 
 from headrace.back.models.families import FALLBACK
-from headrace.base.config.resolved import ControlSpec
+from headrace.base.config.residual import ControlSpec
 from headrace.base.config.tree import Options
 from headrace.base.errors import ConfigError
 from headrace.launch.model_facts import ModelFacts
 
 MOST_SCALE = 1e6
+NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
-def control_spec(options: Options, model: ModelFacts) -> ControlSpec | None:
-    """What is added behind layers; ConfigError with the option, its value and what is allowed."""
+def control_spec(options: Options, model: ModelFacts, rows: int = 0) -> ControlSpec | None:
+    """What is added behind layers, of all or of `rows` rows; ConfigError with the option, its value
+    and what is allowed."""
     files, layers = options.model.control_vectors, options.model.control_vector_layers
-    if not files:
+    modules = options.model.control_vector_modules
+    if not files and not modules:
         if layers is not None:
             raise _bad("control_vector_layers", f"{layers}: there is no --control-vectors")
         return None
     reason = _refusal(model)
     if reason is not None:
         raise _bad("control_vectors", reason)
+    if modules and options.device.sequence_parallel:
+        raise _bad(
+            "control_vector_modules",
+            "not with --sequence-parallel: a rank has but a part of the rows",
+        )
     first, last = _range(layers, model.num_layers - 1)
-    return ControlSpec(files=tuple(map(_scaled, files)), first=first, last=last)
+    named = tuple(map(_named, modules))
+    if len({name for name, _ in named}) < len(named):
+        raise _bad("control_vector_modules", f"{', '.join(modules)}: a name comes twice")
+    return ControlSpec(
+        files=tuple(map(_scaled, files)), first=first, last=last, named=named, rows=rows
+    )
 
 
 def _refusal(model: ModelFacts) -> str | None:
@@ -51,6 +64,19 @@ def _scaled(text: str) -> tuple[str, float]:
     if not path.is_file():
         raise _bad("control_vectors", f"{path}: no such file")
     return str(path.resolve()), scale
+
+
+def _named(text: str) -> tuple[str, str]:
+    """NAME=FILE."""
+    name, equals, file = text.partition("=")
+    path = Path(file).expanduser()
+    if not equals or not NAME.fullmatch(name):
+        raise _bad(
+            "control_vector_modules", f"{text}: NAME=FILE is wanted, a name of {NAME.pattern}"
+        )
+    if not path.is_file():
+        raise _bad("control_vector_modules", f"{path}: no such file")
+    return name, str(path.resolve())
 
 
 def _range(text: str | None, most: int) -> tuple[int, int]:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import msgspec
 
-from headrace.base.config.resolved import EngineSpec, HiddenStatesSpec
+from headrace.base.config.residual import HiddenStatesSpec
+from headrace.base.config.resolved import EngineSpec
 from headrace.base.config.tree import Options
 from headrace.base.errors import ConfigError
 from headrace.launch.chooser import Chooser
@@ -30,11 +31,11 @@ def hidden_states_spec(options: Options, model: ModelFacts) -> HiddenStatesSpec 
     config = requested.draft_model_config
     layers = () if config is None else config.hf_config.eagle_aux_hidden_state_layer_ids
     if not layers or len(set(layers)) < len(layers) or max(layers) > model.num_layers:
-        given = ", ".join(map(str, layers)) or "none"
+        ids = ", ".join(map(str, layers)) or "none"
         raise refused(
             "draft_model_config.hf_config.eagle_aux_hidden_state_layer_ids: different ones of 0 "
             f"to {model.num_layers} are wanted ({model.num_layers}: behind the last layer), "
-            f"{given} given"
+            f"{ids} given"
         )
     if model.head != "lm" or model.has_encoder:
         raise refused(f"method {EXTRACT!r} needs a decoder that generates")

@@ -291,22 +291,14 @@ FEATURES: tuple[Feature, ...] = (
         },
     ),
     Feature(
-        name="experts that were chosen",
-        option="--enable-return-routed-experts",
-        wanted=lambda start: start.engine.model.routed_experts,
+        name="experts that were chosen, hidden states",
+        option="--enable-return-routed-experts, --hidden-states-path",
+        wanted=lambda start: (
+            start.engine.model.routed_experts or start.engine.model.hidden_states is not None
+        ),
         beside={
-            TENSOR: UnshownPair("every rank chooses alike"),
+            TENSOR: UnshownPair("every rank chooses alike, and has the whole stream"),
             PIPELINE: RefusedPair("each stage has but a part of the layers"),
-        },
-    ),
-    Feature(
-        name="hidden states in files",
-        option="--hidden-states-path",
-        wanted=lambda start: start.engine.model.hidden_states is not None,
-        beside={
-            TENSOR: UnshownPair("every rank has the whole stream of a layer; the first one writes"),
-            PIPELINE: RefusedPair("each stage has but a part of the layers"),
-            SEQUENCE: RefusedPair("each rank has but a part of the tokens"),
         },
     ),
     Feature(

@@ -140,8 +140,7 @@ def resolve(
         extensions=options.model.extensions,
     )
     offload = offload_spec(options, model, device_spec, engine.kv)
-    engine = replace(engine, model=_finished(engine.model, options, model, offload))
-    engine = computing_all(engine, choose)
+    engine = computing_all(_finished(engine, options, model, offload), choose)
     speculation = speculation_spec(options, model, engine, draft, choose)
     engine = check_modes(replace(engine, speculation=speculation), options, model, text)
     return Resolved(
@@ -197,22 +196,23 @@ def text_spec(options: Options, model: ModelFacts, choose: Chooser) -> TextSpec:
 
 
 def _finished(
-    spec: ModelSpec, options: Options, model: ModelFacts, offload: OffloadSpec | None
-) -> ModelSpec:
+    engine: EngineSpec, options: Options, model: ModelFacts, offload: OffloadSpec | None
+) -> EngineSpec:
     """With which weights lie in host memory, which parts are quantized in other ways than the rest,
-    how media are encoded, and whether chosen experts are told."""
-    return replace(
-        spec,
+    how media are encoded, what is added to residuals, and what of the model is told."""
+    spec = replace(
+        engine.model,
         routed_experts=options.model.enable_return_routed_experts,
         quantization_parts=options.model.quantization_config,
         offload=offload,
         image_norm=None if model.media is None else model.media.norm,
         shares_encoder=options.model.mm_encoder_tp_mode == "data",
         vision_path=model.vision_path,
-        control=control_spec(options, model),
+        control=control_spec(options, model, engine.scheduler.max_running),
         prompt_embeds=bool(prompt_width(options, model)),
         hidden_states=hidden_states_spec(options, model),
     )
+    return replace(engine, model=spec)
 
 
 def _deterministic(options: Options, model: ModelFacts) -> bool:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.base.config.resolved import ControlSpec
+from headrace.base.config.residual import ControlSpec
 from headrace.base.config.tree import ModelOptions, Options
 from headrace.base.errors import ConfigError
 from headrace.launch.control_vectors import control_spec

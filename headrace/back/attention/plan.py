@@ -231,6 +231,8 @@ class Batch:
     probe: sees what the attention of decoders is computed from, in steps in which somebody looks
     (exact steps only).
     slot_T: int32 [T], the adapter slot of each query token's row (0: none); None: no row has one.
+    steered_T: int64 [T], the row of the tables of directions of each query token's row (0: none);
+    None: no row has one.
     last_token_batch: what is left of the step once the last layer has written its KV, if nobody
     asks for the hidden states of other
     tokens than those at logits_at_N: plans with one query in each of N rows (which may be padding).
@@ -256,6 +258,7 @@ class Batch:
     segments_T: torch.Tensor | None = None
     probe: AttentionProbe | None = None
     slot_T: torch.Tensor | None = None
+    steered_T: torch.Tensor | None = None
     encoder: Iterable[EncoderBatch] = ()
     last_token_batch: Batch | None = None
     rope_table_TR: torch.Tensor | None = None

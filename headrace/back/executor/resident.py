@@ -203,6 +203,7 @@ def _start(loaded: RankModel, checks: DeferredChecks | None) -> StartedRunner:
         network=loaded.network,
         routing=None if loaded.origin is None else loaded.origin.ledger.routing,
         hidden=_hidden_states(loaded),
+        directions=loaded.model.directions if isinstance(loaded.model, Decoder) else None,
         pipe=loaded.pipe,
     )
 

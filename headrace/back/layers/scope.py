@@ -18,6 +18,7 @@ from headrace.back.layers.adapters import AdaptedLinear, AdapterSlots
 from headrace.back.layers.moe.balance import MovableExperts
 from headrace.back.layers.moe.routing_tap import RoutingTap
 from headrace.back.layers.offload import HOST, HostPart, Offload
+from headrace.back.layers.row_directions import RowDirections
 from headrace.back.parallel.bundle import Bundle
 from headrace.back.parallel.mesh import Mesh
 from headrace.back.parallel.param import Param, WeightPiece, local_pieces
@@ -132,7 +133,7 @@ class Scope:
     `image_norm`: mean and deviation of colours, where the checkpoint states them; None: those of
     the family. `shares_encoder`: the ranks share out what is to be encoded. `cache_scales`: those
     that the checkpoint holds for a quantized KV cache. `control`: by layer, what is added to the
-    residual behind it, float32 [E]."""
+    residual behind it, float32 [E]; `directions`: what rows add to theirs, None: nothing."""
 
     ledger: Ledger
     mesh: Mesh
@@ -161,6 +162,7 @@ class Scope:
     shares_encoder: bool = False
     cache_scales: CacheScales | None = None
     control: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    directions: RowDirections | None = None
     path: str = ""
 
     @property

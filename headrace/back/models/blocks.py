@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from headrace.back.attention.forms import CacheForm
-from headrace.back.attention.plan import Batch, HiddenTaps
+from headrace.back.attention.plan import Batch
 from headrace.back.kernels.embedding.op import Embedding
 from headrace.back.layers.classifier import classifier_of
 from headrace.back.layers.embedding import TokenEmbedding
@@ -136,7 +136,7 @@ class Decoder:
         self.generates = scope.head.kind == "lm"
         self.attention_heads = sizes.heads
         self._ledger = scope.ledger
-        self.adapters = scope.adapters
+        self.adapters, self.directions = scope.adapters, scope.directions
         stage = self._stage = stage_of(scope, spec, lambda at: Decoder(at, spec).weights)
         self._build_front(scope, inside, spec)
         self._layers: list[Layer] = []
@@ -266,16 +266,8 @@ class Decoder:
                 stream = None, layer.tail.forward(add_norm(None, *stream), input_TP)
         if self._streams is not None:
             stream = None, self._streams.end(stream[1])
-        if batch.taps is not None:
-            return self._tapped(batch.taps, stream)
-        return add_norm(self._norm, *stream)
-
-    def _tapped(self, taps: HiddenTaps, stream: Stream) -> torch.Tensor:
-        """The end of `forward` where somebody looks."""
-        if len(self._layers) in taps.layers:
-            stream = total(stream[0]), stream[1]
-            taps.see(len(self._layers), stream[1], stream[0])
-        return tapped(taps, add_norm(self._norm, *stream))
+        taps, norm = batch.taps, self._norm
+        return add_norm(norm, *stream) if taps is None else tapped(taps, self._layers, norm, stream)
 
     @property
     def embed(self) -> Embedding:

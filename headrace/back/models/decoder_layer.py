@@ -15,7 +15,7 @@ from headrace.back.attention.plan import LAST, Batch, HiddenTaps
 from headrace.back.layers.adapters import AdapterSlots
 from headrace.back.layers.gains import SkipTailSpec
 from headrace.back.layers.layer_tail import LayerTailSpec, Tail
-from headrace.back.layers.linear import Branch, add_norm, sum_branches
+from headrace.back.layers.linear import Branch, add_norm, sum_branches, total
 from headrace.back.layers.mixer import Mixer, MixerSpec
 from headrace.back.layers.mlp import GATED_MLP, FeedForwardPlace, FeedForwardSpec
 from headrace.back.layers.norm import (
@@ -280,8 +280,14 @@ def at_last_tokens(
     return left, None if inputs_LTP is None else inputs_LTP.index_select(1, at_N)
 
 
-def tapped(taps: HiddenTaps, hidden_TE: torch.Tensor) -> torch.Tensor:
-    """What goes into the head, which may be seen."""
+def tapped(
+    taps: HiddenTaps, layers: list[Layer], norm: BlockNorm | None, stream: Stream
+) -> torch.Tensor:
+    """What goes into the head; it may be seen, and the residual behind the last of `layers`."""
+    if len(layers) in taps.layers:
+        stream = total(stream[0]), stream[1]
+        taps.see(len(layers), stream[1], stream[0])
+    hidden_TE = add_norm(norm, *stream)
     if LAST in taps.layers:
         taps.see(LAST, hidden_TE)
     return hidden_TE

@@ -19,7 +19,7 @@ from headrace.back.layers.offload import Offload
 from headrace.back.layers.prompt_vectors import PromptVectors
 from headrace.back.layers.scope import Head, Ledger, Scope
 from headrace.back.models.blocks import BuildFamily, Decoder
-from headrace.back.models.control_layer import directions
+from headrace.back.models.control_layer import directions, row_directions
 from headrace.back.models.encoder_families import (
     BIDIRECTIONAL,
     EMBEDDERS,
@@ -147,7 +147,9 @@ def _take_vectors(model: LoadableModel, spec: ModelSpec, mesh: Mesh) -> None:
 
 def _check_taken(model: LoadableModel, spec: ModelSpec, scope: Scope) -> None:
     """ConfigError for control vectors and adapters of which the model takes none."""
-    if scope.control and not (isinstance(model, Decoder) and model.spec.streams is None):
+    if (scope.control or scope.directions) and not (
+        isinstance(model, Decoder) and model.spec.streams is None
+    ):
         raise ConfigError(
             f"--control-vectors: nothing is added in models of family {spec.family}",
             field="control_vectors",
@@ -208,6 +210,7 @@ def scope_of(
         shares_encoder=spec.shares_encoder,
         cache_scales=cache_scales,
         control=directions(spec.control),
+        directions=row_directions(spec.control),
     )
 
 

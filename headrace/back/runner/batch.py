@@ -238,7 +238,8 @@ class StepShape:
     sampled [N] int64: indices into the plan's rows; sampled_row, sampled_position [N]: the row, and
     the position the sampled token will have; place [N]: where each is among what a bucket's step
     place: its row, or, if the step `verifies` drafts, its query token. needs: what the step leaves
-    for the sampler; slots int32 [R]: of adapters, or None; every: somebody wants all hidden states.
+    for the sampler; slots: of adapters and directions, or None; every: somebody wants all hidden
+    states.
     """
 
     rows: np.ndarray
@@ -256,7 +257,7 @@ class StepShape:
     needs: SamplerInput = HeadOutput.LOGITS
     every: bool = False
     verifies: bool = False
-    slots: np.ndarray | None = None
+    slots: tuple[np.ndarray, np.ndarray] | None = None
 
     @property
     def prompt_pairs(self) -> int:

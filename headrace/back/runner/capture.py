@@ -22,8 +22,9 @@ from headrace.back.models.protocol import CausalModel
 from headrace.back.runner.batch import Rows, StepShape
 from headrace.back.runner.hidden_states import HiddenStateFiles, LayerStates, StatesPiece
 from headrace.base.config.resolved import EngineSpec
-from headrace.base.wire.request import HIDDEN_STATES, ROUTED_EXPERTS, Captured, RowSampling
+from headrace.base.wire.request import ROUTED_EXPERTS, Captured, RowSampling
 from headrace.base.wire.step import RowStart
+from headrace.base.wire.transfer import HIDDEN_STATES
 
 HeadsOfLayers: TypeAlias = dict[int, tuple[int, ...]]
 """The heads of each layer that are told; none: all."""
@@ -156,12 +157,12 @@ class RowCaptures:
         taps = None if self.files is None else self.files.taps()
         return WeightCapture(wanted, first_R, shape.query_start, self._routing, taps)
 
-    def told(self, probe: WeightCapture, shape: StepShape, rows: Rows) -> list[CapturedPiece]:
+    def pieces(self, probe: WeightCapture, shape: StepShape, rows: Rows) -> list[CapturedPiece]:
         """What a step's probe has seen. Rows whose hidden states are all there are looked into no
         more."""
-        pieces: list[CapturedPiece] = [*probe.weights]
+        captured: list[CapturedPiece] = [*probe.weights]
         if probe.taps is None or self.files is None or HIDDEN_STATES not in probe.wanted:
-            return pieces
+            return captured
         token_T = rows.tokens.take(shape.row_T, shape.position_T).to(torch.int64)
         states_TLE = probe.taps.stacked()
         for index, _ in probe.wanted[HIDDEN_STATES]:
@@ -171,8 +172,8 @@ class RowCaptures:
             if piece is None:
                 self.of_row.pop(row, None)
             else:
-                pieces.append(piece)
-        return pieces
+                captured.append(piece)
+        return captured
 
 
 def routed_of(spec: EngineSpec, routing: RoutingTap | None) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ import torch
 
 from headrace.back.attention.plan import AttentionPlan, AttentionProbe, Batch, HiddenTaps
 from headrace.back.kernels.upload import to_device, to_host
-from headrace.back.lora.rows import slots_of
+from headrace.back.lora.rows import with_slots
 from headrace.back.runner.batch import GrowingTable, Rows, StepShape
 from headrace.back.runner.results import (
     AwaitMasks,
@@ -104,7 +104,7 @@ class ExactSteps:
             shape, self.rows, kv=resources.kv, group_of_layer=resources.group_of_layer, probe=probe
         )
         if shape.slots is not None:
-            batch = replace(batch, slot_T=slots_of(shape.slots, shape.query_start, batch))
+            batch = with_slots(batch, shape.slots, shape.query_start)
         taps = self._taps if probe is None or probe.taps is None else probe.taps
         self.batch = batch = replace(resources.state.prepare(batch, shape), taps=taps)
         resources.state.before(batch)

@@ -23,9 +23,10 @@ import numpy as np
 import torch
 
 from headrace.back.kernels.upload import to_host
-from headrace.base.config.resolved import HiddenStatesSpec
-from headrace.base.wire.request import HIDDEN_STATES, Captured
+from headrace.base.config.residual import HiddenStatesSpec
+from headrace.base.wire.request import Captured
 from headrace.base.wire.step import RowStart
+from headrace.base.wire.transfer import HIDDEN_STATES
 
 log = logging.getLogger(__name__)
 HEADER_BYTES = 248

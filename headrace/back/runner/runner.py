@@ -25,6 +25,7 @@ import torch
 from headrace.back.kernels.upload import to_device
 from headrace.back.layers.moe.routing_tap import RoutingTap
 from headrace.back.layers.pooling import Projection
+from headrace.back.layers.row_directions import RowDirections, vector_names
 from headrace.back.lora.rows import RowSlots
 from headrace.back.models.protocol import CausalModel
 from headrace.back.parallel.pipe import Pipe
@@ -78,6 +79,7 @@ class RunnerPlan:
     network: DraftNetwork | None = None
     routing: RoutingTap | None = None
     hidden: HiddenStateFiles | None = None
+    directions: RowDirections | None = None
     pipe: Pipe | None = None
 
 
@@ -140,6 +142,7 @@ class Runner:
             capture_heads=model.attention_heads,
             routed_experts=routed_of(spec, self._plan.routing),
             tells_states=self._plan.hidden is not None,
+            control_vectors=vector_names(self._plan.directions),
             max_drafts=self._steps.max_drafts,
             encoder_tokens=model.encoder_tokens,
             spectrogram=spec.model.spectrogram,
@@ -302,7 +305,7 @@ class Runner:
             sampled=sampled,
             prompts=prompts,
             pooled=self._pooler.pool(shape, outputs.out.hidden_TE) if self._pooler.rows else (),
-            captured=() if probe is None else self._captures.told(probe, shape, self._steps.rows),
+            captured=() if probe is None else self._captures.pieces(probe, shape, self._steps.rows),
             refused=refused,
             lost=self._lost.append,
             proposed=self._steps.finish(plan, shape),  # last: it may overwrite what the step left
@@ -344,7 +347,7 @@ class Runner:
                 continue
             start, stop = shape.query_start[index : index + 2].tolist()
             if self._model.adapters is not None:
-                slot = 0 if shape.slots is None else int(shape.slots[index])
+                slot = 0 if shape.slots is None else int(shape.slots[0][index])
                 self._model.adapters.take_slot(slot, hidden_TE.device)
             scores = self._prompts.score(
                 row,
@@ -375,12 +378,13 @@ class Runner:
 
 
 def _slots_of(plan: RunnerPlan) -> RowSlots | None:
-    if plan.model.adapters is None:
+    if plan.model.adapters is None and plan.directions is None:
         return None
     return RowSlots(
         max_rows=plan.spec.scheduler.max_running,
         max_tokens=max_forward_tokens(plan.spec),
         device=plan.device,
+        directions=plan.directions,
     )
 
 

@@ -22,6 +22,7 @@ import torch
 
 from headrace.back.kernels.op import DeferredChecks
 from headrace.back.layers.moe.routing_tap import RoutingTap
+from headrace.back.layers.row_directions import RowDirections
 from headrace.back.models.load.dense import load_projection
 from headrace.back.models.protocol import CausalModel
 from headrace.back.parallel.pipe import Pipe
@@ -61,13 +62,14 @@ def start_runner(
     network: DraftNetwork | None = None,
     routing: RoutingTap | None = None,
     hidden: HiddenStateFiles | None = None,
+    directions: RowDirections | None = None,
     pipe: Pipe | None = None,
 ) -> StartedRunner:
     """Prepares, constructs and warms up. `checks`: self-checks that wait until their kernels have
     been compiled. `pipe`: of a stage among others."""
     seconds = {"compile": 0.0, "profile": 0.0}
     plan = plan_runner(spec, model, device=device, steps=steps, state=state, network=network)
-    plan = replace(plan, routing=routing, hidden=hidden, pipe=pipe)
+    plan = replace(plan, routing=routing, hidden=hidden, directions=directions, pipe=pipe)
     if compiles_kernels(device):
         plan = _try_out(plan, checks, seconds)
     runner = runner_of(plan)

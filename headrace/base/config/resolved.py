@@ -15,6 +15,7 @@ from headrace.base.config.kv_options import CacheChoices, EncoderFilesSpec, KVPu
 from headrace.base.config.media import ImageNorm, MediaSpec, SoundSettings
 from headrace.base.config.pooling import DenseSpec, PoolingSpec
 from headrace.base.config.quantization_options import QuantizationParts
+from headrace.base.config.residual import ControlSpec, HiddenStatesSpec
 from headrace.base.config.server_options import ServerSettings
 from headrace.base.config.tls import TlsSpec
 
@@ -55,23 +56,6 @@ class OffloadSpec(msgspec.Struct, frozen=True, kw_only=True):
     what: str
     count: int | None = None
     room_bytes: int | None = None
-
-
-class ControlSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Control vectors: GGUF files with the factor of each, and the first and last layer behind
-    which they are added."""
-
-    files: tuple[tuple[str, float], ...]
-    first: int
-    last: int
-
-
-class HiddenStatesSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Files of hidden states, in the folder `path`: in front of which layers, and the number of
-    layers for behind the last."""
-
-    layers: tuple[int, ...]
-    path: str
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):

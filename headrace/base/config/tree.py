@@ -114,6 +114,13 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
             "times its scale, each vector is added to the residual behind its layer. Several are summed."
         ),
     ] = ()
+    control_vector_modules: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="NAME=FILE: such vectors that requests may ask for, each by its name and a factor "
+            "(control_vectors)."
+        ),
+    ] = ()
     control_vector_layers: Annotated[
         str | None,
         Meta(

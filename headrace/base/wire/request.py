@@ -103,7 +103,6 @@ ROW_INTEGERS = (
 )
 """Whole numbers that it sees, from the least to the greatest."""
 ROUTED_EXPERTS = -1  # in `capture_layers`: which experts the routers of all layers choose
-HIDDEN_STATES = -2  # in `capture_layers`: hidden states of the answer's tokens too
 
 
 class SamplingNumbers(ChainNumbers, frozen=True, kw_only=True, omit_defaults=True):
@@ -133,6 +132,7 @@ class SamplingNumbers(ChainNumbers, frozen=True, kw_only=True, omit_defaults=Tru
     capture_heads: tuple[int, ...] = ()
     logits_processors: tuple[str, ...] = ()
     sampling_mask: bool = False
+    control_vectors: dict[str, float] = {}  # by name, their factors
 
 
 class SamplingParams(SamplingNumbers, frozen=True, kw_only=True, omit_defaults=True):
@@ -213,9 +213,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     `extra_keys` enter the hash of every block (adapter, media). `hook_payloads`: by hook name.
     `adapter` names the low-rank adapter it runs with, "" none.
     `pooling` asks for hidden states instead of tokens; `stop.max_tokens` is 0 then. `prediction`:
-    what the answer may be, as token ids like the prompt's. `media`: in the order of their
-    placeholders in the prompt. `encoder`: what an encoder-decoder's encoder reads, token
-    ids like the prompt's, which is then what its decoder begins with.
+    what the answer may be, as ids like the prompt's. `media`: in the order of their placeholders.
+    `encoder`: what an encoder-decoder's encoder reads, ids like what its decoder begins with.
     """
 
     id: int
@@ -270,10 +269,9 @@ class PromptLogprobs(msgspec.Struct, frozen=True):
 
 
 class Captured(msgspec.Struct, frozen=True):
-    """Attention weights of one layer, float32 [Q, H, S]: queries at positions `start` .. of a
-    request, heads in the order asked for, positions up to the last query, or of the encoder. Of
-    ROUTED_EXPERTS int32 [Q, layers with experts, K], -1 where a layer chooses fewer; of
-    HIDDEN_STATES uint8, the path of the file that they are in, empty where it was not written."""
+    """Attention weights of one layer, float32 [Q, H, S]: queries at positions `start` .., heads as
+    asked for, positions up to the last query, or of the encoder. Of ROUTED_EXPERTS int32 [Q, layers
+    with experts, K], -1 where a layer chooses fewer; of HIDDEN_STATES uint8, their file's path."""
 
     layer: int
     start: int

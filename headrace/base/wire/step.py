@@ -64,8 +64,8 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
     none that reads tokens. `spectrogram`: the shape of what one reads instead (media.py:
     encoder_outputs); empty: there is none. `routed_experts`: layers whose chosen experts can be
     told, and the most of a token; empty: none. `tells_states`: requests have files of their hidden
-    states. `pools_whole`: tokens of a prompt that is pooled all
-    see each other, so that one step computes them.
+    states. `control_vectors`: the names of those that requests may ask for. `pools_whole`: tokens
+    of a prompt that is pooled all see each other, so that one step computes them.
     """
 
     num_blocks: int
@@ -79,6 +79,7 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
     capture_heads: int = 0
     routed_experts: tuple[int, ...] = ()
     tells_states: bool = False
+    control_vectors: tuple[str, ...] = ()
     max_drafts: int = 0
     encoder_tokens: int = 0
     spectrogram: tuple[int, ...] = ()

@@ -13,6 +13,9 @@ from headrace.base.errors import InvalidRequest
 TRANSFER_HOOK = "kv_transfer"
 """Key of a `KVTransfer` in `EngineRequest.hook_payloads`."""
 
+HIDDEN_STATES = -2
+"""In `capture_layers` of a request: hidden states, those of the answer's tokens too."""
+
 TransferId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._:-]{8,128}$")]
 
 

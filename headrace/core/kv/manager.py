@@ -18,6 +18,7 @@ import numpy.typing as npt
 from headrace.base.config.kv_options import CacheChoices
 from headrace.base.errors import ContextTooLong
 from headrace.base.wire.step import WorkerFacts
+from headrace.core.capture_checks import steered_keys
 from headrace.core.kv.block_ages import watch
 from headrace.core.kv.cross import CrossOutputs
 from headrace.core.kv.eviction import pool_of
@@ -125,7 +126,8 @@ class KVManager:
             return 0
         if not request.chain_start:
             wire = request.wire
-            keys = (*wire.extra_keys, *request.adapter.keys)
+            steered = steered_keys(wire.sampling) if wire.sampling.control_vectors else ()
+            keys = (*wire.extra_keys, *request.adapter.keys, *steered)
             request.chain_start = self.hasher.start(
                 tenant=wire.tenant, salt=wire.cache_salt, extra_keys=keys
             )

@@ -45,7 +45,6 @@ from headrace.front.text.chat import ChatTemplate
 T = TypeVar("T")
 Prompt = str | list[int] | PromptWithMedia
 Message = dict[str, Any]
-
 _MOST_IN_FLIGHT = 512
 _LIMITS = Limits(
     max_n=1024,
@@ -58,10 +57,8 @@ _LIMITS = Limits(
 
 class Completion(msgspec.Struct, kw_only=True):
     """One answer. `finish_reason`: stop, length or abort; `stop` is the stop string or stop id that
-    matched.
-
-    In a chat `text` is what the model says; what it thinks is `reasoning`, what it asks for
-    `tool_calls`."""
+    matched. In a chat `text` is what the model says; what it thinks is `reasoning`, what it asks
+    for `tool_calls`."""
 
     index: int
     text: str = ""
@@ -75,9 +72,8 @@ class Completion(msgspec.Struct, kw_only=True):
 
 
 class Output(msgspec.Struct, kw_only=True):
-    """A prompt and its answers. `prompt` is None if it was given as ids. `weights_version`: of the
-    weights that the last answer ran with; of several, with commas between them.
-    `kv_transfer_params`: "hidden_states_path", the file with the last answer's hidden states."""
+    """A prompt (None if it was given as ids) and its answers. `weights_version`: of the last one's
+    weights, with commas between several; `kv_transfer_params`: where its hidden states are."""
 
     prompt: str | None
     prompt_ids: list[int]

@@ -16,7 +16,6 @@ import numpy as np
 from headrace.base.errors import HeadraceError, from_wire
 from headrace.base.wire.pooling import Pooled
 from headrace.base.wire.request import (
-    HIDDEN_STATES,
     ROUTED_EXPERTS,
     Captured,
     Finished,
@@ -25,6 +24,7 @@ from headrace.base.wire.request import (
     StopRules,
     TokenLogprobs,
 )
+from headrace.base.wire.transfer import HIDDEN_STATES
 from headrace.front.client.events import (
     AttentionWeights,
     Delta,

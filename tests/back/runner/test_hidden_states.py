@@ -24,7 +24,8 @@ from headrace.base.config.tree import (
     SpeculationOptions,
 )
 from headrace.base.errors import ConfigError, InvalidRequest
-from headrace.base.wire.request import HIDDEN_STATES, EngineRequest, RowSampling, StopRules
+from headrace.base.wire.request import EngineRequest, RowSampling, StopRules
+from headrace.base.wire.transfer import HIDDEN_STATES
 from headrace.core.admission import check_request
 from headrace.core.core import EngineCore
 from headrace.launch.facts import resolve_options

@@ -17,9 +17,9 @@ from msgspec import Meta
 from headrace.base.errors import InvalidRequest, RequestError
 from headrace.base.wire.grammar import StructuredOutputs
 from headrace.base.wire.repetition import RepetitionDetection
-from headrace.base.wire.request import BOUNDS, HIDDEN_STATES, ROUTED_EXPERTS, SamplingParams
+from headrace.base.wire.request import BOUNDS, ROUTED_EXPERTS, SamplingParams
 from headrace.base.wire.retention import KVRetention
-from headrace.base.wire.transfer import KVTransferParams
+from headrace.base.wire.transfer import HIDDEN_STATES, KVTransferParams
 from headrace.front.server.conversation.chain_fields import ChainFields
 from headrace.front.server.http.limits import Count, Keywords, Name, R, TokenId, typed
 
@@ -31,7 +31,7 @@ _SENT_AS_IS = (
     *("logprobs_mode", "dry_sequence_breakers", "stop_token_ids", "bad_words", "allowed_token_ids"),
     *("logprob_token_ids", "repetition_detection", "logits_processors", "top_n_sigma"),
     *("dynatemp_range", "dynatemp_exponent", "mirostat", "mirostat_tau", "mirostat_eta"),
-    *("adaptive_target", "adaptive_decay", "samplers"),
+    *("adaptive_target", "adaptive_decay", "samplers", "control_vectors"),
 )
 
 
@@ -88,11 +88,11 @@ def _capture_layers(request: Common) -> tuple[int, ...]:
     hidden states of the answer are."""
     transfer = request.kv_transfer_params
     if transfer is not None and transfer.include_output_tokens:
-        return (HIDDEN_STATES, *_told_layers(request))
-    return _told_layers(request)
+        return (HIDDEN_STATES, *_captured_layers(request))
+    return _captured_layers(request)
 
 
-def _told_layers(request: Common) -> tuple[int, ...]:
+def _captured_layers(request: Common) -> tuple[int, ...]:
     routed = (ROUTED_EXPERTS,) if request.return_routed_experts else ()
     field = "return_routed_experts" if routed else "attn_capture"
     if not request.attn_capture and not routed:
@@ -223,6 +223,7 @@ class Common(ChainFields, frozen=True, kw_only=True):
     logprobs_mode: Literal["raw", "processed"] | None = None
     prompt_logprobs: Annotated[int, Meta(ge=-1, le=2**20)] | None = None
     logits_processors: Annotated[list[Name], Meta(max_length=8)] | None = None
+    control_vectors: Annotated[dict[Name, float], Meta(max_length=8)] | None = None
     return_weight_versions: bool | None = None
     attn_capture: Literal[0, 1] | None = None
     attn_capture_layers: Layers | None = None
