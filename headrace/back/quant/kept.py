@@ -74,10 +74,13 @@ _NVFP4 = ("nvfp4", "nvfp4-packed", "mlx-nvfp4", "fouroversix-nvfp4")
 _WITHOUT_ZEROS = ("scaled", "sparse-24", "sparse")
 
 
+BITSANDBYTES = ("bnb-4bit", "bnb-4bit-floats")
+
+
 def levelled_scheme(tensor: QuantizedTensor, num_scales: int) -> str | None:
     """The scheme of bitsandbytes' 4-bit numbers, of which as many share a scale as there are; None:
     runs that share one begin within a row, or have another length."""
-    if tensor.numbers.arrangement != "bnb-4bit" or len(tensor.shape) != 2 or num_scales < 1:
+    if tensor.numbers.arrangement not in BITSANDBYTES or len(tensor.shape) != 2 or num_scales < 1:
         return None
     outputs, inputs = tensor.shape
     size = outputs * inputs // num_scales

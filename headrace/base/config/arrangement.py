@@ -14,7 +14,8 @@ class Arrangement:
     """How a weight is stored. `roles`: role -> the tensor's name, with {weight} or {module};
     "values" is what it is recognised by, if it has one of `dtypes`. `optional` roles may lack.
     `shape` works out the weight's shape; `expected` the shapes of its members; `group`, where the
-    tensors say it and not the config, how many inputs share a scale."""
+    tensors say it and not the config, how many inputs share a scale. `marked`: a role without which
+    a tensor of one of `dtypes` is plain."""
 
     roles: Mapping[str, str]
     dtypes: tuple[str, ...]
@@ -22,6 +23,7 @@ class Arrangement:
     optional: tuple[str, ...] = ()
     expected: Callable[[Shape, Numbers], Mapping[str, tuple[Shape, ...]]] = lambda shape, numbers: {}
     group: Callable[[StoredMembers], int] | None = None
+    marked: str = ""
 
     def weight_of(self, tensor: str) -> str | None:
         """The weight whose values a tensor of this name holds."""

@@ -80,6 +80,8 @@ _QUARK = {
     "fp8_e4m3": (8, True),
     "int8": (8, False),
     "fp4": (4, True),
+    "fp6_e2m3": (6, True),
+    "fp6_e3m2": (6, True),
 }
 _QUARK_SHARED = {"per_tensor": "tensor", "per_channel": "token", "per_token": "token",
                  "per_group": "group"}  # fmt: skip

@@ -257,6 +257,9 @@ _MODELOPT = {
     "W8A8_SQ_PER_CHANNEL": Numbers(
         arrangement="scaled", bits=8, group=(1, 0), activations=INT8_TENSOR
     ),
+    "W4A8_MXFP4_FP8": Numbers(
+        arrangement="mxfp4-quark", bits=4, group=(1, 32), activations=E4M3_TENSOR
+    ),
     "W4A16_AWQ": Numbers(arrangement="modelopt-int4", bits=4, group=(1, 128)),
     "NVFP4_AWQ": Numbers(arrangement="nvfp4", bits=4, group=(1, 16), activations=NVFP4_GROUPS),
     "NVFP4": Numbers(arrangement="nvfp4", bits=4, group=(1, 16), activations=NVFP4_GROUPS),
@@ -271,11 +274,16 @@ def _bitsandbytes(config: ConfigReader) -> StoredQuantization:
         numbers = Numbers(arrangement="bnb-int8", bits=8, group=(1, 0), activations=INT8_TOKENS)
     elif config.bool("load_in_4bit", False, aliases=("_load_in_4bit",)):
         config.choice("bnb_4bit_quant_type", ("nf4", "fp4"), "fp4")
-        config.choice("bnb_4bit_quant_storage", ("uint8",), "uint8")
-        numbers = Numbers(arrangement="bnb-4bit", bits=4)
+        storage = config.choice("bnb_4bit_quant_storage", _BNB_STORAGE, "uint8")
+        kind = "bnb-4bit" if storage == "uint8" else "bnb-4bit-floats"
+        numbers = Numbers(arrangement=kind, bits=4)
     else:
         raise config.wrong("load_in_4bit", "true, or load_in_8bit true")
     return everything("bitsandbytes", numbers, plain_modules(config))
+
+
+_BNB_STORAGE = ("uint8", "bfloat16", "float16", "float32")
+"""What bytes are stored as; floats of several bytes, so that they are shared out among GPUs."""
 
 
 def _deepspeed(config: ConfigReader) -> StoredQuantization:

@@ -21,6 +21,8 @@ _QUARK = {
     ("int8", "per_channel"): Numbers(arrangement="scaled", bits=8, group=(1, 0)),
     ("fp8_e4m3", "per_tensor"): Numbers(arrangement="scaled", bits=8, group=(0, 0)),
     ("fp8_e4m3", "per_channel"): Numbers(arrangement="scaled", bits=8, group=(1, 0)),
+    ("fp6_e2m3", "per_group"): Numbers(arrangement="mxfp6-quark", bits=6, group=(1, 32)),
+    ("fp6_e3m2", "per_group"): Numbers(arrangement="mxfp6-quark-e3m2", bits=6, group=(1, 32)),
     ("fp4", "per_group"): Numbers(arrangement="mxfp4-quark", bits=4, group=(1, 32)),
     ("uint4", "per_group"): Numbers(
         arrangement="quark-uint4", bits=4, group=(1, 128), signed=False
@@ -59,7 +61,7 @@ def _quark_numbers(entry: ConfigReader | None) -> Numbers | None:
         return None
     dtype = weight.choice("dtype", dict.fromkeys(dtype for dtype, _ in _QUARK))
     schemes = tuple(scheme for kind, scheme in _QUARK if kind == dtype)
-    if dtype == "fp4":
+    if dtype in ("fp4", "fp6_e2m3", "fp6_e3m2"):
         if weight.int("group_size", 32) != 32:
             raise weight.wrong("group_size", "32")
         weight.choice("scale_format", ("e8m0",), "e8m0")

@@ -243,6 +243,15 @@ ARRANGEMENTS: Mapping[str, Arrangement] = {
         shape=gpt_oss_shape,
         expected=gpt_oss_members,
     ),
+    **{
+        kind: Arrangement(
+            roles={"values": "{weight}", "scales": "{weight}_scale"},
+            dtypes=("U8",),
+            shape=sextets_shape,
+            expected=nibbles_members,
+        )
+        for kind in ("mxfp6-quark", "mxfp6-quark-e3m2")
+    },
     "mxfp6-packed": Arrangement(
         roles={"values": "{weight}_packed", "scales": "{weight}_scale"},
         dtypes=("U8",),
@@ -308,20 +317,27 @@ ARRANGEMENTS: Mapping[str, Arrangement] = {
         )
         for mode in ("mxfp4", "nvfp4", "mxfp8")
     },
-    "bnb-4bit": Arrangement(
-        roles={
-            "values": "{weight}",
-            "scales": "{weight}.absmax",
-            "levels": "{weight}.quant_map",
-            "nf4": _BNB + "nf4",
-            "fp4": _BNB + "fp4",
-            "nested_scales": "{weight}.nested_absmax",
-            "nested_levels": "{weight}.nested_quant_map",
-        },
-        dtypes=("U8",),
-        optional=("nf4", "fp4", "nested_scales", "nested_levels"),
-        shape=bnb_shape,
-    ),
+    **{
+        kind: Arrangement(
+            roles={
+                "values": "{weight}",
+                "scales": "{weight}.absmax",
+                "levels": "{weight}.quant_map",
+                "nf4": _BNB + "nf4",
+                "fp4": _BNB + "fp4",
+                "nested_scales": "{weight}.nested_absmax",
+                "nested_levels": "{weight}.nested_quant_map",
+            },
+            dtypes=dtypes,
+            optional=("nf4", "fp4", "nested_scales", "nested_levels"),
+            shape=bnb_shape,
+            marked=marked,
+        )
+        for kind, dtypes, marked in (
+            ("bnb-4bit", ("U8",), ""),
+            ("bnb-4bit-floats", ("BF16", "F16", "F32"), "scales"),
+        )
+    },
     **{
         kind: Arrangement(
             roles={"values": "{weight}", "scales": "{weight}_scale"},

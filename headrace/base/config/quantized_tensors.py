@@ -153,6 +153,8 @@ def _weights(
             weight = arrangement.weight_of(name) if header.dtype in arrangement.dtypes else None
             if weight is None or name in sparse or _is_scale(weight, arrangement, headers):
                 continue
+            if arrangement.marked and arrangement.names(weight)[arrangement.marked] not in headers:
+                continue
             numbers = quantization.of(weight.removesuffix(".weight"))
             if kind == quantization.sparse:
                 sparse.add(name)

@@ -386,7 +386,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "MLX of 7 bits": ({"quant_method": "mlx", **dict(MLX, bits=7)}, "bits"),
     "MLX of another mode": ({"quant_method": "mlx", **MLX, "mode": "mxfp3"}, "mode"),
     "MLX of other groups": ({"quant_method": "mlx", **MLX, "mode": "mxfp4"}, "group_size"),
-    "QLoRA storage": ({**BNB, "bnb_4bit_quant_storage": "bfloat16"}, "bnb_4bit_quant_storage"),
+    "QLoRA storage": ({**BNB, "bnb_4bit_quant_storage": "int8"}, "bnb_4bit_quant_storage"),
     "another size of MXFP4": (
         {"quant_method": "fp8", "store_dtype": "mxfp4", "mxfp4_block_size": 16}, "mxfp4_block_size"
     ),

@@ -18,7 +18,7 @@ from headrace.back.parallel.param import StoredRows
 from headrace.back.quant.cache_scales import CacheScales
 from headrace.back.quant.formats import KEPT_READERS, READERS, WHOLE
 from headrace.back.quant.formats.groups import Groups, joined
-from headrace.back.quant.kept import kept_scheme, levelled_scheme
+from headrace.back.quant.kept import BITSANDBYTES, kept_scheme, levelled_scheme
 from headrace.base.config.cache_scales import CACHE_ZEROS, cache_scale
 from headrace.base.config.quantization import Numbers, StoredQuantization
 from headrace.base.config.quantized_tensors import (
@@ -63,7 +63,7 @@ class QuantizedSource:
         )
 
     def _scheme(self, weight: QuantizedTensor) -> str:
-        if weight.numbers.arrangement == "bnb-4bit":
+        if weight.numbers.arrangement in BITSANDBYTES:
             scales = self._files.entries[weight.members["scales"]]
             return levelled_scheme(weight, math.prod(scales.shape)) or ""
         return kept_scheme(weight, lambda: self._order(weight)) or ""

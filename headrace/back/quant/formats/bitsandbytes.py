@@ -24,7 +24,7 @@ def levels(tensor: QuantizedTensor, read: Read, rows: slice, columns: slice) -> 
     state = _state(tensor, read)
     inputs = tensor.shape[-1]
     first, last = rows.start * inputs, rows.stop * inputs
-    packed = read("values").flatten()[first // 2 : -(-last // 2)]
+    packed = read("values").flatten().view(torch.uint8)[first // 2 : -(-last // 2)]
     index = torch.stack((packed >> 4, packed & 15), -1).flatten()[first % 2 :][: last - first]
     values = read("levels").float()[index.int()].view(-1, inputs)[:, columns]
     runs = torch.arange(first, last, device=packed.device) // int(state["blocksize"])
@@ -44,7 +44,7 @@ def bits(tensor: QuantizedTensor, read: Read, rows: slice, columns: slice) -> Gr
             field="quantization_config",
         )
     first, last = rows.start * inputs, rows.stop * inputs
-    packed = read("values").flatten()[first // 2 : -(-last // 2)]
+    packed = read("values").flatten().view(torch.uint8)[first // 2 : -(-last // 2)]
     index = torch.stack((packed >> 4, packed & 15), -1).view(-1, inputs)[:, columns]
     size = int(state["blocksize"])
     scales = _scales(tensor, read, state)[first // size : last // size].view(-1, inputs // size)

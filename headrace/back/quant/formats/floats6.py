@@ -1,7 +1,8 @@
-"""e2m3 numbers of 6 bits, four to three bytes, lowest first, with a power of two for 32 inputs.
+"""e2m3 and e3m2 numbers of 6 bits, four to three bytes, lowest first, with a power of two for 32
+inputs.
 
 Source: Open Compute Project, Microscaling Formats (MX) 1.0, section 5.3.2, as compressed-tensors
-0.20 writes it (`mxfp6-pack-quantized`).
+0.20 (`mxfp6-pack-quantized`, e2m3) and Quark 0.13 (both) write it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from headrace.base.config.quantized_tensors import QuantizedTensor
 _SIZES = [i / 8 for i in range(8)]
 _SIZES += [(1 + i / 8) * power for power in (1.0, 2.0, 4.0) for i in range(8)]
 E2M3 = (*_SIZES, *(-size for size in _SIZES))
+_WIDE = [i / 16 for i in range(4)]
+_WIDE += [(1 + i / 4) * 2.0**power for power in range(-2, 5) for i in range(4)]
+E3M2 = (*_WIDE, *(-size for size in _WIDE))
 
 
 def powers(tensor: QuantizedTensor, read: Read, rows: slice, columns: slice) -> Groups:
@@ -25,8 +29,9 @@ def powers(tensor: QuantizedTensor, read: Read, rows: slice, columns: slice) -> 
     shifts = torch.arange(0, 24, 6, device=packed.device)
     fields = ((words[..., None] >> shifts) & 63).flatten(1)[:, columns.start % 4 :]
     assert tensor.numbers.group is not None, tensor
+    levels = E3M2 if tensor.numbers.arrangement.endswith("e3m2") else E2M3
     return Groups(
-        values_RC=torch.tensor(E2M3, device=packed.device)[
+        values_RC=torch.tensor(levels, device=packed.device)[
             fields[:, : columns.stop - columns.start]
         ],
         scales_RG=powers_of_two(read("scales", rows, slice(None))),
