@@ -16,11 +16,12 @@ EDIT_CONFIG = "edit the model's config.json"
 class OtherFlag:
     """A row. `arity`: how many words follow it (0, ONE, SEVERAL or OPTIONAL); `words`: ours for
     them, None where the values cannot be honoured; `why`: the reason shown, or the hint of a
-    refusal."""
+    refusal. `is_object`: its value is JSON, of which `FLAG.KEY VALUE` is a part."""
 
     words: Callable[[list[str]], list[str] | None]
     arity: int | str
     why: str
+    is_object: bool = False
 
 
 def as_ours(flag: str, arity: int | str = ONE, why: str = "the same option") -> OtherFlag:

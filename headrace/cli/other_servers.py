@@ -59,6 +59,8 @@ def translated(argv: Sequence[str], known: Mapping[str, bool]) -> tuple[list[str
         else:
             server, row = OTHERS[flag.partition(".")[0]]  # a field of a JSON value, or none
             values = [value] if equals else _taken(queue, row.arity)
+            if row.is_object and "." in flag:
+                values = [_part_of_object(flag, values)]
             ours, why = _ours(flag, server, row, values), row.why
             if ours[:1] == ["--quantization"] and ours[1] in QUANTIZATIONS:
                 words += _quantization(ours[1], decisions)
@@ -107,6 +109,17 @@ def _taken(queue: list[str], arity: int | str) -> list[str]:
             break
         values.append(queue.pop(0))
     return values
+
+
+def _part_of_object(flag: str, values: list[str]) -> str:
+    """The object that `FLAG.KEY.KEY VALUE` is a part of, as JSON."""
+    try:
+        part: object = msgspec.json.decode(" ".join(values))
+    except msgspec.DecodeError:
+        part = " ".join(values)
+    for key in reversed(flag.split(".")[1:]):
+        part = {key.replace("-", "_"): part}
+    return msgspec.json.encode(part).decode()
 
 
 def _ours(flag: str, server: str, row: OtherFlag, values: list[str]) -> list[str]:

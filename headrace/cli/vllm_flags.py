@@ -7,6 +7,7 @@ from typing import Literal
 
 import msgspec
 
+from headrace.cli.compilation import compilation_words
 from headrace.cli.other_flag import (
     ALWAYS,
     EDIT_CONFIG,
@@ -83,15 +84,6 @@ def _long_texts(values: list[str]) -> list[str] | None:
     return ["--max-embed-tokens", str(config.max_embed_len or _LONGEST_TEXT)]
 
 
-def _compilation(values: list[str]) -> list[str]:
-    """Of all its keys the one that says whether steps are recorded counts here."""
-    try:
-        config = msgspec.json.decode(values[0], type=dict[str, object])
-    except msgspec.DecodeError:
-        return []
-    return ["--enforce-eager"] if config.get("cudagraph_mode") == "NONE" else []
-
-
 def _hidden_states(values: list[str]) -> list[str] | None:
     """Of the connectors the one that leaves hidden states in files."""
     try:
@@ -143,7 +135,10 @@ _VLLM: Mapping[str, OtherFlag] = {
     "--num-gpu-blocks-override": as_ours("--kv-blocks"),
     "--swap-space": left_out("preempted requests are computed again, not swapped", ONE),
     "--cpu-offload-gb": by_value({"0": ()}, "weights are not offloaded; use --quantization"),
-    "--compilation-config": OtherFlag(words=_compilation, arity=ONE, why=_COMPILED),
+    **rows(
+        "--compilation-config -cc",
+        OtherFlag(words=compilation_words, arity=ONE, why=_COMPILED, is_object=True),
+    ),
     "-O": left_out(_COMPILED, ONE),
     "--trust-remote-code": left_out("code of a checkpoint is never executed"),
     "--tokenizer-mode": left_out("the tokenizer's kind is read from its files", ONE),
@@ -225,7 +220,7 @@ _VLLM: Mapping[str, OtherFlag] = {
     "-q": as_ours("--quantization"),
     **rows("--max-seq-len-to-capture --max-cudagraph-capture-size", left_out(_RECORDED, ONE)),
     "--cudagraph-capture-sizes": left_out(_RECORDED, SEVERAL),
-    **rows("-cc --optimization-level", left_out(_COMPILED, ONE)),
+    "--optimization-level": left_out(_COMPILED, ONE),
     "-O0": switch("--enforce-eager", why="steps are not recorded; nothing is compiled anyway"),
     **rows("-O1 -O2 -O3", left_out(_COMPILED)),
     **rows(

@@ -209,6 +209,7 @@ def _finished(engine: EngineSpec, options: Options, model: ModelFacts) -> Engine
         control=control_spec(options, model, engine.scheduler.max_running),
         prompt_embeds=bool(prompt_width(options, model)),
         hidden_states=hidden_states_spec(options, model),
+        unfused=options.device.unfused,
     )
     return replace(engine, model=spec)
 

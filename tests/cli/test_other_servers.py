@@ -33,6 +33,18 @@ def line() -> CommandLine:
         ("M -tp 2 -O0", "M --tensor-parallel 2 --enforce-eager"),
         ('M --compilation-config {"cudagraph_mode":"NONE"}', "M --enforce-eager"),
         ('M --compilation-config {"cudagraph_mode":"FULL"}', "M"),
+        (
+            'M -cc {"cudagraph_mode":"full_and_piecewise","level":3,"cudagraph_capture_sizes":[1]}',
+            "M",
+        ),
+        ("M -cc.cudagraph_mode=NONE", "M --enforce-eager"),
+        ("M --compilation-config.cudagraph-mode PIECEWISE", "M"),
+        (
+            'M -cc {"pass_config":{"fuse_norm_quant":false,"fuse_allreduce_rms":false,"enable_fusion":false,'
+            '"enable_qk_norm_rope_fusion":true,"fuse_attn_quant":false,"enable_sp":true,"eliminate_noops":true}}',
+            "M --sequence-parallel --unfused norm-quant,all-reduce-norm",
+        ),
+        ("M -cc.pass_config.enable_qk_norm_rope_fusion=false", "M --unfused qk-rope"),
         ("M -tp 2 --enforce-eager", "M --tensor-parallel 2 --enforce-eager"),
         ("M --pipeline-parallel-size 2", "M --pipeline-parallel 2"),
         ("M --trust-remote-code --dtype auto", "M --dtype auto"),
@@ -583,6 +595,15 @@ def test_each_flag_that_is_not_ours_is_a_decision() -> None:
         ("--n-cpu-moe 4", "--offload-experts"),
         ("--enable-eplb", "--expert-rebalance-steps 3000"),
         ("--samplers top_k", "with each request"),
+        ('-cc {"cudagraph_mode":"SOME"}', "cudagraph_mode SOME: known: NONE, PIECEWISE, FULL, "),
+        ('--compilation-config {"modus":3}', "modus: no such key .known: assume_32_bit_indexing, "),
+        ('-cc {"pass_config":{"fuse_all":true}}', "pass_config.fuse_all: no such key .known: "),
+        (
+            '-cc {"pass_config":{"fuse_attn_quant":true}}',
+            "fuse_attn_quant: attention leaves floats",
+        ),
+        ('-cc {"pass_config":{"enable_sp":2}}', "pass_config.enable_sp 2: true or false is wanted"),
+        ("-cc [1]", "an object is wanted"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_with_a_hint(typed: str, hint: str) -> None:

@@ -385,7 +385,8 @@ class Attention:
             if len(fusible) != len(weights) or qk_norm.after_rope:
                 return None
             weights = [norm.weight_E for norm in fusible]
-        if self._spec.clip is not None or not self._spec.plain_values:
+        left_out = "qk-rope" in self._scope.unfused
+        if left_out or self._spec.clip is not None or not self._spec.plain_values:
             return None
         problem = QKRopeWriteProblem(
             **shape,

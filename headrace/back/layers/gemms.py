@@ -51,7 +51,7 @@ def bind_fused(
 ) -> FusedLinear | None:
     """The GEMM with what is around it in one kernel, if there is one. `left`: what of it is done by
     the layer behind or before (linear_fp8/op.py), which not all kernels know."""
-    if isinstance(weight_OI, PackedWeight | BlockWeight):
+    if isinstance(weight_OI, PackedWeight | BlockWeight) or "linear" in scope.unfused:
         return None
     norm_weight = norm.weight_E if norm else None
     if isinstance(weight_OI, OnGpu):
@@ -84,6 +84,8 @@ def bind_gemm(
     """The GEMM, with an activation only if a kernel does both. Of a quantized weight it reads the
     quantized values that the norm before leaves (`RMSNorm.quantize_output`), if there are kernels
     for both."""
+    if activation is not None and "linear" in scope.unfused:
+        return None
     if isinstance(weight_OI, torch.Tensor | OnGpu):
         if activation is None:
             return bind_linear(scope, weight_OI, bias_O)

@@ -187,6 +187,8 @@ class RMSNorm:
         False if no kernel does."""
         if self._scope.mesh.sequence_rows:  # ranks gather rows between the norm and the GEMM
             return False
+        if "norm-quant" in self._scope.unfused:
+            return False
         problem = RMSNormQuantProblem(**vars(self._problem), group=group, fixed=fixed is not None)
         quantized_rows = self._scope.bind_fused(QUANT_OP, problem, self.weight_E, fixed)
         if quantized_rows is None:
@@ -208,7 +210,8 @@ class RMSNorm:
         share_TE, axis = partial.share, partial.axis
         if share_TE.shape[0] != residual_TE.shape[0]:
             return partial.normed_in_parts(self.add_norm, residual_TE)
-        if axis.summing is not None and not axis.ordered and axis.summing.takes(share_TE):
+        fuses = not axis.ordered and "all-reduce-norm" not in self._scope.unfused
+        if axis.summing is not None and fuses and axis.summing.takes(share_TE):
             return axis.summing.add_norm(share_TE, residual_TE, self.weight_E, self.eps)
         return self.add_norm(partial.total(), residual_TE)
 

@@ -15,6 +15,7 @@ import torch
 
 from headrace.back.kernels.op import KernelChoice, Op, decisions
 from headrace.back.layers.adapters import AdaptedLinear, AdapterSlots
+from headrace.back.layers.fusions import counted
 from headrace.back.layers.moe.balance import MovableExperts
 from headrace.back.layers.moe.routing_tap import RoutingTap
 from headrace.back.layers.offload import HOST, HostPart, Offload
@@ -54,9 +55,8 @@ P = TypeVar("P")
 
 @dataclass(eq=False)
 class Ledger:
-    """What the layers of one model leave behind while they are built. `tables` shares what many
-    layers read; `finished`: the work that was put off and has been done, in its order; `movable`:
-    the experts of mixtures that may change ranks."""
+    """What the layers of one model leave behind while they are built. `tables`: what many layers
+    read; `finished`: work that was put off, and is done; `movable`: experts that change ranks."""
 
     params: list[Param] = field(default_factory=list)
     finishers: list[Callable[[], None]] = field(default_factory=list)
@@ -82,7 +82,7 @@ class Ledger:
 
     def decisions(self) -> tuple[Decision, ...]:
         """What the layers noted, and which kernels were chosen."""
-        return (*self.notes, *decisions(self.choices))
+        return (*self.notes, *counted(self.choices), *decisions(self.choices))
 
     def host_kernels(self) -> tuple[str, ...]:
         """The chosen kernels that read arrays of a step on the host: its steps cannot be replayed
@@ -94,7 +94,7 @@ class Ledger:
 
     def host_pairs(self) -> int | None:
         """See CausalModel."""
-        wanted = [one.kernel.host_pairs for one in self.choices]
+        wanted = (one.kernel.host_pairs for one in self.choices)
         return min((count for count in wanted if count is not None), default=None)
 
 
@@ -120,21 +120,20 @@ class Scope:
     how values in the KV cache are (kernels/kv_write/quantized.py), but for the caches `kv_plain`,
     by number, and those of windows and chunks where it holds "sliding_window". `deterministic`:
     only invariant kernels (kernels/op.py) are chosen. `stored` names the checkpoint's tensors that
-    are quantized already and stay so.
-    `planned`: the kind of device that kernels are chosen for but not bound, while all tensors are
-    on meta. `unbiased`: the projection that has no bias where those merged with it have one.
-    `base_within`: where the model lies among others but for its head, instead of below the prefix
-    of its family. `adapters`: the slots of its linear layers' low-rank adapters, None: they take
-    none. `offload`: which layers' weights lie in host memory; `host`: the part of them that the
-    parameters of this scope belong to, `host_experts` that of its routed experts.
+    are quantized already and stay so. `planned`: the kind of device that kernels are chosen for but
+    not bound, while all tensors are on meta. `unbiased`: the projection that has no bias where
+    those merged with it have one. `base_within`: where the model lies among others but for its
+    head, instead of below the prefix of its family. `adapters`: the slots of its layers' adapters,
+    None: they take none. `offload`: which layers' weights lie in host memory; `host`: the part of
+    them that the parameters of this scope belong to, `host_experts` that of its routed experts.
     `mutual`: whether tokens of a step's spans see each other: "window": as far back as a
     layer's window lets them, "all": whatever the window, "local": in layers with a window alone;
     "blocks": each row of a step is a block that sees itself whole; "": they do not. `hollow`:
     parameters get no memory; whoever fills one gives it some.
     `image_norm`: mean and deviation of colours, where the checkpoint states them; None: those of
     the family. `shares_encoder`: the ranks share out what is to be encoded. `cache_scales`: those
-    that the checkpoint holds for a quantized KV cache. `control`: by layer, what is added to the
-    residual behind it, float32 [E]; `directions`: what rows add to theirs, None: nothing."""
+    that the checkpoint holds for a quantized KV cache. `control`: by layer, what is added
+    to the residual behind it, float32 [E]; `directions`: what rows add; `unfused`: fusions.py."""
 
     ledger: Ledger
     mesh: Mesh
@@ -164,6 +163,7 @@ class Scope:
     cache_scales: CacheScales | None = None
     control: Mapping[int, torch.Tensor] = field(default_factory=dict)
     directions: RowDirections | None = None
+    unfused: frozenset[str] = frozenset()
     path: str = ""
 
     @property

@@ -211,6 +211,7 @@ def scope_of(
         cache_scales=cache_scales,
         control=directions(spec.control),
         directions=row_directions(spec.control),
+        unfused=frozenset(spec.unfused),
     )
 
 

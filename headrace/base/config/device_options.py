@@ -27,6 +27,15 @@ class DeviceOptions(msgspec.Struct, frozen=True, kw_only=True):
             "faults. Results are the same."
         ),
     ] = False
+    unfused: Annotated[
+        tuple[Literal["qk-rope", "norm-quant", "linear", "all-reduce-norm"], ...],
+        Meta(
+            description="Kernels that do several operations in one and are left out, for looking for faults: norms of "
+            "queries and keys, rotation and the write to the cache; a norm and the quantization behind it; a "
+            "product with the norm before it and the activation or sum behind it; the sum over ranks and the "
+            "norm behind it."
+        ),
+    ] = ()
     executor: Annotated[
         Literal["auto", "inline", "processes", "null"],
         Meta(

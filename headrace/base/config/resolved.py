@@ -83,6 +83,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     `--mm-encoder-tp-mode`. `vision_path`: the GGUF file with the tower of a GGUF model. `control`:
     what is added behind layers; None: nothing. `prompt_embeds`: vectors may stand in the place of
     tokens. `hidden_states`: those of requests are written to files.
+    `unfused`: kernels that do several operations in one and are left out.
     """
 
     path: str
@@ -119,6 +120,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     control: ControlSpec | None = None
     prompt_embeds: bool = False
     hidden_states: HiddenStatesSpec | None = None
+    unfused: tuple[str, ...] = ()
 
 
 class KVTransferSpec(msgspec.Struct, frozen=True, kw_only=True):
