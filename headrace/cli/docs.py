@@ -10,10 +10,10 @@ from headrace.base import env
 from headrace.base.config.options import config_page
 from headrace.base.telemetry.dashboard import dashboard
 from headrace.base.telemetry.metrics import metrics_page
+from headrace.cli.features_page import features_page
 from headrace.cli.main import SUMMARIES
 from headrace.front.server.administration.operations import OPERATIONS, Operation
 from headrace.front.server.administration.parameters import parameters_of
-from headrace.launch.parallel_modes import features_page
 
 
 def env_page() -> str:

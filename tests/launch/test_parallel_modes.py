@@ -13,13 +13,13 @@ import pytest
 from headrace.base.config.resolved import ExpertBalanceSpec, ExpertGroupSpec
 from headrace.base.config.tree import Options
 from headrace.base.errors import ConfigError
+from headrace.cli.features_page import features_page
 from headrace.launch.feature_pairs import ShownPair
 from headrace.launch.parallel_modes import (
     FEATURES,
     MODES,
     REPLICAS,
     SEQUENCE,
-    features_page,
     pairs,
 )
 from headrace.launch.resolve import resolve

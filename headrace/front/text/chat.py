@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, TypedDict, Unpack
 
 import msgspec
 
 from headrace.base.errors import ContextTooLong, InvalidRequest
-from headrace.front.text.chat_tools import check_tool
+from headrace.front.text.chat_tools import check_tool, template_call
 from headrace.front.text.files import file_text
 from headrace.front.text.media_parts import NO_TOKEN, VECTORS_PART, MediaMark, with_mark, with_marks
 from headrace.front.text.prompt_tokens import KEPT_CHARS, PromptTokens
@@ -40,7 +40,6 @@ _ROLE = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
 ROLES = ("developer", "system", "user", "assistant", "tool", "function")
 MAX_MESSAGES = 10_000
 MAX_TOOLS = 1024
-MAX_DEPTH = 64
 _REASONING = ("reasoning_content", "reasoning")
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 SHORT_BYTES = 8192
@@ -157,7 +156,7 @@ class ChatTemplate:
         self._check_arguments(kwargs)
         return source, {
             **self._tokenizer.facts.special_tokens,
-            **protect_tree(dict(kwargs), guard.protect, "chat_template_kwargs"),
+            **guard.protect_tree(dict(kwargs), "chat_template_kwargs"),
             "messages": messages_with_mark,
             "tools": self._tools(tools),
             "add_generation_prompt": add_generation_prompt,
@@ -186,7 +185,7 @@ class ChatTemplate:
             return None
         if len(tools) > MAX_TOOLS:
             raise InvalidRequest(f"tools: {len(tools)} are more than {MAX_TOOLS}", field="tools")
-        protected_tools = protect_tree(list(tools), self._tokenizer.guard.protect, "tools")
+        protected_tools = self._tokenizer.guard.protect_tree(list(tools), "tools")
         names: set[str] = set()
         for i, tool in enumerate(tools):
             name = check_tool(tool, f"tools[{i}]")
@@ -251,23 +250,6 @@ def template_messages(
     return rendered
 
 
-def protect_tree(value: Any, protect: Callable[[str], str], field: str, depth: int = 0) -> Any:
-    """`value` (JSON) with every text in it protected, keys included."""
-    if depth > MAX_DEPTH:
-        raise _bad(field, f"nested deeper than {MAX_DEPTH}")
-    if isinstance(value, str):
-        return protect(value)
-    if isinstance(value, dict):
-        return {
-            protect(str(k)): protect_tree(v, protect, field, depth + 1) for k, v in value.items()
-        }
-    if isinstance(value, list | tuple):
-        return [protect_tree(item, protect, field, depth + 1) for item in value]
-    if value is None or isinstance(value, bool | int | float):
-        return value
-    raise _bad(field, f"{type(value).__name__} is not a JSON value")
-
-
 def _check_role(message: Any, field: str, *, any_role: bool) -> None:
     if not isinstance(message, dict):
         raise _bad(field, f"{type(message).__name__} is not a message (an object)")
@@ -302,41 +284,10 @@ def _assistant(message: dict[str, Any], rendered: dict[str, Any], field: str, gu
         if not isinstance(calls, list):
             raise _bad(f"{field}.tool_calls", f"{type(calls).__name__} is not a list")
         rendered["tool_calls"] = [
-            _tool_call(call, f"{field}.tool_calls[{i}]", guard) for i, call in enumerate(calls)
+            template_call(call, f"{field}.tool_calls[{i}]", guard) for i, call in enumerate(calls)
         ]
     elif all(message.get(name) is None for name in ("content", "refusal", *_REASONING)):
         raise _bad(f"{field}.content", "null, and there are no tool_calls")
-
-
-def _tool_call(call: Any, field: str, guard: Guard) -> dict[str, Any]:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise _bad(field, "must be an object with function.name and function.arguments")
-    arguments = _arguments(function.get("arguments"))
-    rendered = {
-        "type": "function",
-        "function": {
-            "name": guard.protect_name(function["name"]),
-            "arguments": protect_tree(arguments, guard.protect, f"{field}.function.arguments"),
-        },
-    }
-    if isinstance(call.get("id"), str):
-        rendered["id"] = guard.protect_name(call["id"])
-    return rendered
-
-
-def _arguments(arguments: Any) -> Any:
-    """Arguments come as JSON text; templates want the object. What is no object stays as it was
-    given."""
-    if arguments is None or arguments == "":
-        return {}
-    if not isinstance(arguments, str):
-        return arguments
-    try:
-        parsed = msgspec.json.decode(arguments)
-    except (msgspec.DecodeError, RecursionError):
-        return arguments
-    return parsed if isinstance(parsed, dict) else arguments
 
 
 def _content(message: dict[str, Any], field: str, guard: Guard) -> str | list[dict[str, str]]:

@@ -1,11 +1,15 @@
-"""Tools that a chat offers: what one must be so that a call of it can be written."""
+"""Tools that a chat offers, what one must be so that a call of it can be written, and calls that it
+holds, as templates see them."""
 
 from __future__ import annotations
 
 import re
 from typing import Any
 
+import msgspec
+
 from headrace.base.errors import InvalidRequest
+from headrace.front.text.tokenizer import Guard
 
 _BREAKS_CALLS = re.compile(r'["\\\x00-\x1f\x7f]')
 
@@ -29,3 +33,36 @@ def check_tool(tool: dict[str, Any], field: str) -> str:
             field=f"{field}.function.name",
         )
     return name
+
+
+def template_call(call: Any, field: str, guard: Guard) -> dict[str, Any]:
+    """An earlier call as templates see it."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        why = f"{field}: must be an object with function.name and function.arguments"
+        raise InvalidRequest(why, field=field)
+    arguments = _arguments(function.get("arguments"))
+    rendered = {
+        "type": "function",
+        "function": {
+            "name": guard.protect_name(function["name"]),
+            "arguments": guard.protect_tree(arguments, f"{field}.function.arguments"),
+        },
+    }
+    if isinstance(call.get("id"), str):
+        rendered["id"] = guard.protect_name(call["id"])
+    return rendered
+
+
+def _arguments(arguments: Any) -> Any:
+    """Arguments come as JSON text; templates want the object. What is no object stays as it was
+    given."""
+    if arguments is None or arguments == "":
+        return {}
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        parsed = msgspec.json.decode(arguments)
+    except (msgspec.DecodeError, RecursionError):
+        return arguments
+    return parsed if isinstance(parsed, dict) else arguments

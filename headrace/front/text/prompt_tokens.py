@@ -20,7 +20,8 @@ from hashlib import blake2b
 import numpy as np
 import numpy.typing as npt
 
-from headrace.front.text.tokenizer import Tokenizer, any_of
+from headrace.front.text.patterns import any_of
+from headrace.front.text.tokenizer import Tokenizer
 
 KEPT_CHARS = 8192
 """Shorter texts are encoded in about a millisecond."""

@@ -21,23 +21,23 @@ from __future__ import annotations
 
 import codecs
 import contextlib
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TypeAlias
+from typing import Any
 
 import msgspec
 
 from headrace.base.errors import ContextTooLong, InvalidRequest
+from headrace.front.text.patterns import any_character, any_of
 from headrace.front.text.threads import TEXT_THREADS
 
 BREAK, OPEN, CLOSE, MARK, VECTORS = "\ufdd0", "\ufdd1", "\ufdd2", "\ufdd3", "\ufdd4"
 _RESERVED = str.maketrans(dict.fromkeys((BREAK, OPEN, CLOSE, MARK, VECTORS), "\ufffd"))
 MAX_TEXT_CHARS = 4 << 20
 """The longest text that is tokenized although the model could not hold it: seconds of work."""
+MAX_DEPTH = 64
 _UTF8 = codecs.getincrementaldecoder("utf-8")
-_Trie: TypeAlias = "dict[str, _Trie]"
 
 
 class TokenizerFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -329,6 +329,25 @@ class Guard:
         text = self.protect(text)
         return text[0] + BREAK + text[1:] if len(text) > 1 and text in self._joined else text
 
+    def protect_tree(self, value: Any, field: str, depth: int = 0) -> Any:
+        """`value` (JSON) with every text in it protected, keys included; what is none is refused by
+        `field`."""
+        if depth > MAX_DEPTH:
+            raise InvalidRequest(f"{field}: nested deeper than {MAX_DEPTH}", field=field)
+        if isinstance(value, str):
+            return self.protect(value)
+        if isinstance(value, dict):
+            return {
+                self.protect(str(k)): self.protect_tree(v, field, depth + 1)
+                for k, v in value.items()
+            }
+        if isinstance(value, list | tuple):
+            return [self.protect_tree(item, field, depth + 1) for item in value]
+        if value is None or isinstance(value, bool | int | float):
+            return value
+        why = f"{field}: {type(value).__name__} is not a JSON value"
+        raise InvalidRequest(why, field=field)
+
     def resolve(self, rendered: str) -> str:
         """A rendered template with its own control tokens in their guarded spelling, and no
         BREAK."""
@@ -351,8 +370,8 @@ class _Breaks:
 
     def __init__(self, tokens: Iterable[str]) -> None:
         tokens = list(tokens)
-        self._first = _characters(token[0] for token in tokens)
-        self._last = _characters(token[-1] for token in tokens)
+        self._first = any_character(token[0] for token in tokens)
+        self._last = any_character(token[-1] for token in tokens)
 
     def put(self, text: str) -> str:
         if self._first is None or self._last is None:
@@ -368,33 +387,3 @@ def neutral(text: str) -> str:
 def unguard(text: str) -> str:
     """`text` without the marks of a guard."""
     return text.replace(BREAK, "").replace(MARK, "")
-
-
-def _characters(characters: Iterable[str]) -> re.Pattern[str] | None:
-    escaped = "".join(re.escape(character) for character in sorted(set(characters)))
-    return re.compile(f"[{escaped}]") if escaped else None
-
-
-def any_of(tokens: tuple[str, ...]) -> re.Pattern[str] | None:
-    """A pattern that matches the longest of `tokens` at a place; None: there are none."""
-    return re.compile(_pattern(tokens)) if tokens else None
-
-
-def _pattern(tokens: Iterable[str]) -> str:
-    """A pattern for the longest of `tokens` at a place, as a trie: its time does not grow with
-    their number."""
-    root: _Trie = {}
-    for token in tokens:
-        node = root
-        for character in token:
-            node = node.setdefault(character, {})
-        node[""] = {}
-    return _branch(root)
-
-
-def _branch(node: _Trie) -> str:
-    choices = [re.escape(key) + _branch(child) for key, child in sorted(node.items()) if key]
-    if not choices:
-        return ""
-    body = choices[0] if len(choices) == 1 and "" not in node else f"(?:{'|'.join(choices)})"
-    return f"{body}?" if "" in node else body
