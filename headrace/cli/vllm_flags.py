@@ -40,6 +40,8 @@ _CORS = "CORS headers are set by a proxy in front of the server"
 _LOADING = "weights are read by several threads as fast as the disk gives them"
 _STATES = "recurrent states are kept as the model computes them"
 _MEDIA_CACHE = "the processed media of the last requests are kept, 256 MiB of them"
+_PREFIX_HASHES = "sha256", "sha256_cbor", "xxhash", "xxhash_cbor"
+_MATCHED = "prefixes are found by blocks of 16 tokens, in hybrid models too: see --block-tokens"
 _KV_DTYPES = {
     "auto": (),
     "fp8": ("--kv-dtype", "fp8"),
@@ -226,7 +228,7 @@ _VLLM: Mapping[str, OtherFlag] = {
     **rows(
         "--attention-backend --attention-config --moe-backend --linear-backend --kernel-config --ir-op-priority "
         "--performance-mode --mm-encoder-attn-backend --all2all-backend --mamba-backend "
-        "--gdn-prefill-backend --mamba-block-size --mamba-cache-mode --num-lookahead-slots",
+        "--gdn-prefill-backend --num-lookahead-slots",
         left_out(KERNELS, ONE),
     ),
     **rows(
@@ -236,10 +238,20 @@ _VLLM: Mapping[str, OtherFlag] = {
         left_out(KERNELS),
     ),
     **rows("--mamba-cache-dtype --mamba-ssm-cache-dtype", by_value({"auto": ()}, _STATES)),
+    "--mamba-cache-mode": by_value(
+        {
+            "none": ("--no-prefix-caching",),
+            "all": ("--state-interval", "1"),
+            "align": (),
+        },
+        "allowed: none, all, align",
+    ),
+    **rows("--prefix-match-unit --mamba-block-size", left_out(_MATCHED, ONE)),
+    "--enable-mamba-fine-grained-prefix-cache": left_out(_MATCHED),
     "--calculate-kv-scales": left_out("each token has scales of its own"),
     "--prefix-caching-hash-algo": by_value(
-        {name: ("--prefix-hash", name) for name in ("sha256", "sha256_cbor", "xxhash")},
-        "--prefix-hash takes blake2b, sha256, sha256_cbor and xxhash",
+        {name: ("--prefix-hash", name) for name in _PREFIX_HASHES},
+        "--prefix-hash takes blake2b too",
     ),
     "--logprobs-mode": by_value(
         {"raw_logprobs": ()}, "raw ones; requests may say logprobs_mode: processed"

@@ -33,6 +33,8 @@ NETWORK_METHODS: Final = (
     "dspark",
 )
 """Those that have weights."""
+CUSTOM: Final = "custom_class"
+"""vLLM's name of a method that is a class of somebody's."""
 EXTRACT: Final = "extract_hidden_states"
 """The method that drafts nothing (hidden_states.py)."""
 ALIASES: Final = {
@@ -53,7 +55,6 @@ ALIASES: Final = {
 """Other servers' names of methods that are the same here."""
 INSTEAD: Final = {
     "lookahead": "ngram",
-    "custom_class": "the name of an installed drafter (docs/EXTENDING.md)",
 }
 """Methods of other servers that are not here -> what to take."""
 MTP_MARKS: Final = (".eh_proj.weight", "mtp_layers.0.input_proj.weight", "mtp.fc.weight")
@@ -76,7 +77,7 @@ class DraftCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
 def find_draft(options: Options, model: ModelFacts) -> DraftCheckpoint | None:
     """What drafts, where that has weights; ConfigError for a method that is not known and a
     checkpoint that there is not."""
-    requested = options.scheduler.speculative_config
+    requested = requested_of(options)
     if requested is None:
         return None
     method = method_of(requested.method)
@@ -106,6 +107,30 @@ def find_draft(options: Options, model: ModelFacts) -> DraftCheckpoint | None:
     if draft.model is not None and draft.model.family == FALLBACK:
         raise refused(f"a draft model of {draft.model.architecture} cannot run inside a step")
     return draft
+
+
+def requested_of(options: Options) -> SpeculationOptions | None:
+    """The options, in which an installed drafter that is named as vLLM's users name a class is a
+    method; ConfigError for ways to verify and to draft that are not here."""
+    requested = options.scheduler.speculative_config
+    if requested is None:
+        return None
+    for name, value, why in (
+        ("rejection_sample_method", "synthetic", "its answers are not the model's"),
+        ("draft_sample_method", "probabilistic", "drafts are the most likely tokens"),
+    ):
+        if getattr(requested, name) == value:
+            raise refused(f"{name} {value!r} is not part of headrace: {why}")
+    if requested.method != CUSTOM:
+        return requested
+    installed = extensions.allowed(extensions.DRAFTERS)
+    if requested.model not in installed:
+        known = ", ".join(installed) or "none"
+        raise refused(
+            f'method {CUSTOM!r}: "model" is {requested.model!r}, no drafter that is installed and '
+            f"allowed by --extensions (there are: {known}; docs/EXTENDING.md)"
+        )
+    return msgspec.structs.replace(requested, method=requested.model, model=None)
 
 
 def method_of(name: str) -> str:

@@ -19,6 +19,7 @@ from headrace.launch.drafters import (
     lacks_model,
     method_of,
     refused,
+    requested_of,
 )
 from headrace.launch.model_facts import ModelFacts
 
@@ -49,7 +50,7 @@ def speculation_spec(
 ) -> SpeculationSpec | None:
     """Speculative decoding; ConfigError for methods we do not have and models that cannot use
     it."""
-    requested = options.scheduler.speculative_config
+    requested = requested_of(options)
     if requested is None:
         return None
     if requested.method == EXTRACT:

@@ -38,6 +38,10 @@ def line() -> CommandLine:
             "M",
         ),
         ("M -cc.cudagraph_mode=NONE", "M --enforce-eager"),
+        ("M --prefix-caching-hash-algo xxhash_cbor", "M --prefix-hash xxhash_cbor"),
+        ("M --mamba-cache-mode all", "M --state-interval 1"),
+        ("M --mamba-cache-mode none --prefix-match-unit 16", "M --no-prefix-caching"),
+        ("M --mamba-cache-mode align --enable-mamba-fine-grained-prefix-cache", "M"),
         ("M --compilation-config.cudagraph-mode PIECEWISE", "M"),
         (
             'M -cc {"pass_config":{"fuse_norm_quant":false,"fuse_allreduce_rms":false,"enable_fusion":false,'

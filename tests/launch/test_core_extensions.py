@@ -33,7 +33,7 @@ from headrace.cli.vllm_flags import GPU_SHARE
 from headrace.core.core import EngineCore
 from headrace.core.scheduler.choice import check_scheduler
 from headrace.launch.core_extensions import extension_hooks, stats_of
-from headrace.launch.drafters import method_of
+from headrace.launch.drafters import method_of, requested_of
 from headrace.launch.facts import resolve_options
 from tests.core.harness import Driver, make_request, make_spec
 
@@ -255,6 +255,9 @@ def test_a_package_s_drafter_is_a_method(package: None) -> None:
         method_of("again")
     extensions.allow(["again", "fails_to_draft"])
     assert method_of("again") == "again"
+    as_vllm = SpeculationOptions(method="custom_class", model="again")
+    tree = Options(scheduler=SchedulerOptions(speculative_config=as_vllm))
+    assert requested_of(tree) == SpeculationOptions(method="again")
     spec = SpeculationSpec(method="again", num_tokens=3, max_rows=2)
     assert text_drafter(spec, torch.device("cpu")).max_drafts == 3
     failing = msgspec.structs.replace(spec, method="fails_to_draft")

@@ -47,6 +47,8 @@ def speculation(**fields: Any) -> SpeculationSpec:
 
 def test_a_method_goes_by_the_names_of_other_servers() -> None:
     assert speculation(method="ngram_gpu").method == "ngram"
+    ways = {"rejection_sample_method": "block", "draft_sample_method": "greedy"}
+    assert speculation(method="ngram", **ways) == speculation(method="ngram")
     assert speculation(method="auto").method == "ngram"  # the bundled model carries no head
     few = speculation(method="ngram", disable_by_batch_size=3, draft_tensor_parallel_size=1)
     assert (few.num_tokens, few.max_rows) == (6, 3)
@@ -99,6 +101,18 @@ def test_what_cannot_draft_is_refused_with_the_numbers(tmp_path: Path) -> None:
             "knows 5000 tokens, the model 4096; both must have one vocabulary",
         ),
         ({"method": "ngram", "model": "x"}, 'has no weights, but "model" is x'),
+        (
+            {"method": "custom_class", "model": "a.b.C"},
+            """"model" is 'a.b.C', no drafter that is installed and allowed by --extensions (there are: none""",
+        ),
+        (
+            {"method": "ngram", "rejection_sample_method": "synthetic"},
+            "rejection_sample_method 'synthetic' is not part of headrace",
+        ),
+        (
+            {"method": "ngram", "draft_sample_method": "probabilistic"},
+            "draft_sample_method 'probabilistic' is not part of headrace",
+        ),
         ({"method": "mtp"}, "carries no head for multi-token prediction; use ngram"),
         ({"method": "draft_model"}, """method 'draft_model' needs "model\""""),
         ({"method": "dspark"}, """method 'dspark' needs "model\""""),

@@ -191,7 +191,7 @@ class KVOptions(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = False
     prefix_hash: Annotated[
-        Literal["blake2b", "sha256", "sha256_cbor", "xxhash"],
+        Literal["blake2b", "sha256", "sha256_cbor", "xxhash", "xxhash_cbor"],
         Meta(
             description="How cached blocks are named. All begin with a secret of the process; xxhash is no "
             "cryptographic function, and needs the library of that name."

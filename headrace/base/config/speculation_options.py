@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -57,6 +57,12 @@ class SpeculationOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     """suffix: the share of places, of those found, that must go on as drafted."""
     parallel_drafting: bool = False
     """draft_model: it was trained to draft all tokens in one pass (PARD)."""
+    rejection_sample_method: Literal["standard", "block", "synthetic"] = "standard"
+    """How drafts are verified. Drafts are single tokens, so that block verification lets stand what
+    the standard one does. synthetic is refused: its answers are not the model's."""
+    draft_sample_method: Literal["greedy", "probabilistic"] = "greedy"
+    """Drafts are the most likely tokens; probabilistic is refused: where a draft stands while it is
+    the model's sample, a random one stands less often."""
     draft_model_config: DraftConfig | None = None
     """extract_hidden_states: of which layers."""
     adaptive: bool = True

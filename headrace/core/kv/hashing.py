@@ -6,6 +6,7 @@ so that no name says anything outside of it. What follows is hashed by the funct
     sha256       SHA-256 of the name before and the raw token ids
     sha256_cbor  SHA-256 of the CBOR (RFC 8949, deterministic) of [name before, [token ids], null]
     xxhash       XXH3 of 128 bits: faster, but whoever controls prompts may look for collisions
+    xxhash_cbor  XXH3 of 128 bits of the same CBOR
 """
 
 from __future__ import annotations
@@ -34,15 +35,12 @@ class CborHasher(PrefixHasher):
     """SHA-256 over CBOR."""
 
     def extend(self, parent: bytes, token_bytes: bytes) -> bytes:
-        """See PrefixHasher. What stands behind whole token ids (marks of media) is the third
-        item."""
-        whole = len(token_bytes) - len(token_bytes) % 4
-        ids = np.frombuffer(token_bytes[:whole], "<u4").tolist()
-        return sha256(cbor([parent, ids, token_bytes[whole:] or None])).digest()
+        """See PrefixHasher."""
+        return sha256(_item(parent, token_bytes)).digest()
 
 
 class XXHasher(PrefixHasher):
-    """XXH3, 128 bits."""
+    """XXH3, 128 bits, over raw bytes."""
 
     def __init__(self, key: bytes | None = None) -> None:
         super().__init__(key)
@@ -53,6 +51,22 @@ class XXHasher(PrefixHasher):
     def extend(self, parent: bytes, token_bytes: bytes) -> bytes:
         """See PrefixHasher."""
         return self._digest(parent + token_bytes)
+
+
+class XXCborHasher(XXHasher):
+    """The same over CBOR."""
+
+    def extend(self, parent: bytes, token_bytes: bytes) -> bytes:
+        """See PrefixHasher."""
+        return self._digest(_item(parent, token_bytes))
+
+
+def _item(parent: bytes, token_bytes: bytes) -> bytes:
+    """What is hashed of a block as CBOR. What stands behind whole token ids (marks of media) is the
+    third item."""
+    whole = len(token_bytes) - len(token_bytes) % 4
+    ids = np.frombuffer(token_bytes[:whole], "<u4").tolist()
+    return cbor([parent, ids, token_bytes[whole:] or None])
 
 
 def cbor(value: object) -> bytes:
@@ -82,13 +96,14 @@ HASHERS: dict[str, type[PrefixHasher]] = {
     "sha256": Sha256Hasher,
     "sha256_cbor": CborHasher,
     "xxhash": XXHasher,
+    "xxhash_cbor": XXCborHasher,
 }
 
 
 def check_hash(name: str) -> None:
     """ConfigError where the library of a hash function is not installed."""
-    if name == "xxhash" and not available("xxhash"):
+    if name.startswith("xxhash") and not available("xxhash"):
         raise ConfigError(
-            "--prefix-hash xxhash: the library is not installed (pip install xxhash)",
+            f"--prefix-hash {name}: the library is not installed (pip install xxhash)",
             field="prefix_hash",
         )

@@ -4,6 +4,8 @@ and `--prefix-hash`."""
 from __future__ import annotations
 
 import hashlib
+import sys
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -146,10 +148,10 @@ def test_blocks_of_unequal_bytes_are_refused() -> None:
 # ENG-12
 
 
-@pytest.mark.parametrize("name", ["blake2b", "sha256", "sha256_cbor", "xxhash"])
+@pytest.mark.parametrize("name", list(HASHERS))
 def test_every_hash_gives_the_same_hits(name: str) -> None:
     """ENG-12: equal prefixes share, other tenants and salts never; of two processes none is alike."""
-    if name == "xxhash" and not available("xxhash"):
+    if name.startswith("xxhash") and not available("xxhash"):
         with pytest.raises(ConfigError, match="not installed"):
             check_hash(name)
         return
@@ -175,6 +177,18 @@ def test_every_hash_gives_the_same_hits(name: str) -> None:
         driver.add(make_request(id, list(range(3, 24)), max_tokens=1))
         driver.run()
     assert driver.cached == [(1, 0), (2, 20)]
+
+
+def test_xxhash_reads_what_sha256_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Raw bytes, or CBOR; under whatever digest the library has."""
+    library = SimpleNamespace(xxh3_128_digest=lambda data: hashlib.md5(data).digest())
+    monkeypatch.setitem(sys.modules, "xxhash", library)
+    monkeypatch.setattr("headrace.core.kv.hashing.available", lambda name: True)
+    parent, block = b"p" * 32, b"\x01\0\0\0\0\x01\0\0"
+    raw = HASHERS["xxhash"](b"k").extend(parent, block)
+    assert raw == hashlib.md5(parent + block).digest()
+    whole = b"\x83\x58\x20" + parent + b"\x82\x01\x19\x01\x00\xf6"
+    assert HASHERS["xxhash_cbor"](b"k").extend(parent, block) == hashlib.md5(whole).digest()
 
 
 def test_cbor_is_that_of_the_standard() -> None:
