@@ -49,6 +49,7 @@ from headrace.back.models.weights import WeightPlan
 from headrace.back.parallel.mesh import Mesh
 from headrace.back.quant.cache_scales import FORM, CacheScales
 from headrace.back.quant.gpu import GPU_SCHEMES
+from headrace.back.quant.gpu_expert_forms import TYPES
 from headrace.back.quant.stored import Stored
 from headrace.base.config.checkpoint_parts import all_weight_files, parts_of
 from headrace.base.config.quantization_formats import stored_quantization
@@ -282,8 +283,9 @@ def lacks_prefix(plan: WeightPlan, source: Source) -> bool:
 def stored_blocks(spec: ModelSpec, source: Source, device: torch.device) -> tuple[Stored, str]:
     """The tensors whose quantized blocks are kept, and why those or none; the text is empty if
     nothing is quantized."""
+    own = TYPES if device.type == "cuda" else {}
     stored = {
-        name: entry.scheme or entry.dtype
+        name: entry.dtype if entry.dtype in own else entry.scheme or entry.dtype
         for name, entry in source.entries.items()
         if entry.quantized
     }

@@ -25,6 +25,7 @@ from headrace.back.models.load.gguf_scales import OuterScales
 from headrace.back.models.load.source import HOST, CheckpointTensor
 from headrace.back.parallel.param import StoredRows
 from headrace.back.quant.formats.groups import Groups
+from headrace.back.quant.gguf_kept import KEPT_TYPES
 from headrace.base.config.gguf import GGUFFile, GGUFTensor, read_gguf
 from headrace.base.config.gguf_config import gguf_config
 from headrace.base.config.gguf_row import need_int
@@ -70,6 +71,7 @@ class GGUFSource:
                 order=(places[tensor.path], tensor.offset),
                 dequantized=tensor.type.name != TABLE,
                 squeezed=True,
+                scheme=self._scheme(name, tensor),
             )
             for name, tensor in self._tensors.items()
         }
@@ -148,8 +150,20 @@ class GGUFSource:
     def groups(
         self, name: str, source: tuple[slice, ...], device: torch.device = HOST
     ) -> tuple[Groups, Numbers]:
-        """There are none in this format."""
-        raise AssertionError(f"{name} is not stored in groups")
+        """A rectangle of a matrix of one of `KEPT_TYPES`, whole blocks of its inputs at a time."""
+        tensor = self._tensors[name]
+        kind = KEPT_TYPES[tensor.type.name]
+        stored = self.blocks(name)
+        rows = np.ascontiguousarray(stored.data[stored.order[source[0]]])
+        values, scales = kind.unpack(rows.reshape(-1, tensor.type.size))
+        scales = self._outer.multiply(tensor, scales).reshape(len(rows), -1)
+        first, last, _ = source[1].indices(tensor.shape[-1])
+        groups = Groups(
+            values_RC=torch.from_numpy(values.reshape(len(rows), -1)[:, source[1]]).to(device),
+            scales_RG=torch.from_numpy(np.ascontiguousarray(scales)).to(device),
+            group_C=torch.arange(first, last, device=device) // kind.group,
+        )
+        return groups, kind.numbers
 
     def close(self) -> None:
         """Drops the maps."""
@@ -215,7 +229,17 @@ class GGUFSource:
         if tensor.type.name == TABLE:
             return "I64"
         moved = self._order is not None and self._order.columns(name) is not None
-        return "F32" if moved or self._outer.of(tensor) is not None else tensor.type.name
+        multiplied = self._outer.of(tensor) is not None and not self._scheme(name, tensor)
+        return "F32" if moved or multiplied else tensor.type.name
+
+    def _scheme(self, name: str, tensor: GGUFTensor) -> str:
+        """What holds a matrix in groups, with a scale beside it where that has one of its own."""
+        kind = KEPT_TYPES.get(tensor.type.name)
+        moved = self._order is not None and self._order.columns(name) is not None
+        multiplied = self._outer.of(tensor) is not None and tensor.type.name != "NVFP4"
+        if kind is None or len(tensor.shape) != 2 or moved or multiplied:
+            return ""
+        return kind.scheme
 
     def _joined_type(self, joined: Joined, parts: Parts) -> str:
         """That of its rows; floats where they are not those of the file, one after another."""

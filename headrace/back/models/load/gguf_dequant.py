@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.back.quant import gguf_vectors as vectors
+from headrace.back.quant.gguf_kept import E4M3
 
 F32 = npt.NDArray[np.float32]
 U8 = npt.NDArray[np.uint8]
@@ -167,21 +168,9 @@ def _mxfp4(blocks: U8) -> F32:
 def _nvfp4(blocks: U8) -> F32:
     """Four runs of 16 e2m1 numbers, each with an e4m3 scale; what would be its NaN counts as 0. A
     scale of the whole tensor lies in a tensor of its own (gguf_scales.py)."""
-    scales = E4M3_HALVES[blocks[:, :4]]
+    scales = E4M3[blocks[:, :4]] * np.float32(0.5)
     values = _bits(blocks[:, 4:].reshape(-1, 8), (0, 4), 15).reshape(-1, 4, 16)
     return _scaled(E2M1_DOUBLED[values], scales)
-
-
-def _e4m3_halves() -> F32:
-    """Half of each e4m3 number, float32 [256]; their sign does not count, as writers clear it."""
-    exponents, parts = np.divmod(np.arange(256) % 128, 8)
-    normal = np.ldexp(1 + parts / 8, exponents - 8)
-    values = np.where(exponents == 0, np.ldexp(parts / 8, -7), normal)
-    values[127] = 0.0
-    return values.astype(np.float32)
-
-
-E4M3_HALVES: Final = _e4m3_halves()
 
 
 def _of_vectors(numbers: Callable[[U8], vectors.WholeNumbers]) -> Callable[[U8], F32]:
