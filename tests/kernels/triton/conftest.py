@@ -42,9 +42,8 @@ THOROUGH = {
         *("the_self_check_accepts_it", "the_self_check_accepts_chunks", "drafts_beside_chunks_go_token_by_token"),
         *("by_chunks_give_what_they_give_alone[gated_delta-dtype0", "give_alone[ssd_scan-dtype0"),
         "by_chunks_give_what_they_give_alone[gated_delta-bounded-dtype1",
-        *("drafts_is_kept[gated_delta-channels", "drafts_is_kept[gated_delta-bounded"),
-        "drafts_is_kept[gated_delta-wide",
-        *("drafts_is_kept[ssd_scan-limits", "drafts_is_kept[causal_conv-plain", "drafts_is_kept[selective_scan-odd"),
+        "drafts_is_kept[gated_delta",
+        *("drafts_is_kept[ssd_scan", "drafts_is_kept[causal_conv-plain", "drafts_is_kept[selective_scan-odd"),
     ),
     "test_sample": (
         *("the_draws_of_one_row_follow_its_distribution", "narrowed_down[few", "narrowed_down[ties"),
@@ -56,14 +55,42 @@ THOROUGH = {
 """By file, what others in it show with other numbers: `make slow` alone interprets it (a third of the time)."""
 
 
+ONE_CASE = (
+    *("the_layer_takes_any_number_of_tokens", "latents_are_written_and_read", "experts_equal_the_reference"),
+    *("a_step_is_a_handful_of_launches", "tiles_of_4_bit_numbers", "tiles_of_bytes", "rows_are_sorted_as_e4m3"),
+    *("the_same_bits_in_any_step", "the_same_bits_among_any_number", "attention_agrees_with_the_reference"),
+    *("halves_merge_to_the_whole", "halves_of_a_quantized_cache", "shared_prefixes_do_not_show"),
+    *("attention_equals_the_reference", "over_chosen_positions_equal", "sinks_take_their_share_once"),
+    *("the_chosen_positions_are_those", "the_chosen_groups_are_those", "a_window_and_entries_in_one_softmax"),
+    *("ties_at_the_border_stay", "every_row_keeps_and_draws", "splits_do_not_show"),
+    *("many_tokens_become_int8", "all_tokens_may_have_one_scale", "every_tile_is_in_one_run"),
+    *("spans.py::test_it_equals_the_reference", "prompts_by_chunks_give", "the_state_behind_every_token"),
+)  # fmt: skip
+"""Tests of which one case, or one of each `case`, shows that the kernel runs: `make slow` and GPUs run all (a third of
+the time too)."""
+
+
 def _is_thorough(item: pytest.Item) -> bool:
     """Whether a part of its name stands in the table."""
     return any(part in item.name for part in THOROUGH.get(item.path.stem, ()))
 
 
+def _one_case(item: pytest.Item) -> tuple[object, ...] | None:
+    """What a case stands for, if one is enough."""
+    if not isinstance(item, pytest.Function) or not any(name in item.nodeid for name in ONE_CASE):
+        return None
+    return item.parent, item.originalname, item.callspec.params.get("case")
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A GPU runs them all in no time."""
+    chosen: set[tuple[object, ...]] = set()
     for item in items:
-        if INTERPRETED and item.path.is_relative_to(Path(__file__).parent):
-            item.add_marker(pytest.mark.slow if _is_thorough(item) else pytest.mark.covering(1))
+        if not INTERPRETED or not item.path.is_relative_to(Path(__file__).parent):
+            continue
+        stands_for = None if _is_thorough(item) else _one_case(item)
+        is_slow = _is_thorough(item) or stands_for in chosen
+        item.add_marker(pytest.mark.slow if is_slow else pytest.mark.covering(1))
+        if stands_for is not None:
+            chosen.add(stands_for)
