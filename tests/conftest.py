@@ -25,6 +25,7 @@ LEAST_EXAMPLES = 5
 
 try:
     from hypothesis import HealthCheck, settings
+    from hypothesis.internal.conjecture import providers
 except ImportError:  # `make test-gpu` does without it
     settings = None
 else:
@@ -43,6 +44,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Every run says where its time went; some run in parts."""
+    if _draws_the_same(config):
+        # Of the package's files that are imported by then, which other tests decide, it would draw the constants too:
+        # reading them takes a worker 3 s.
+        providers.is_local_module_file = lambda file: False
     config.pluginmanager.register(CpuReport(config))
     config.pluginmanager.register(Frozen())
     if not hasattr(config, "workerinput"):
@@ -78,10 +83,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=[*{*items} - {*kept}])
     items[:] = kept
     mark_rest_slow(items)
-    if settings is not None and config.getoption("--hypothesis-profile", None) in (None, "same"):
+    if _draws_the_same(config):
         for item in items:
             _draw_fewer(item)
     items.sort(key=lambda item: not comes_first(item))
+
+
+def _draws_the_same(config: pytest.Config) -> bool:
+    return settings is not None and config.getoption("--hypothesis-profile", None) in (None, "same")
 
 
 def _draw_fewer(item: pytest.Item) -> None:

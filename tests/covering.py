@@ -1,9 +1,9 @@
 """Which cases of a product of parameters run in every `make test`: those that cover every pair of values.
 
 Most faults need one value or two that meet; a product of five parameters repeats each pair many
-times. Where a test is marked `covering`, cases that cover all pairs (or `covering(1)`: all values)
-stay, and the others are marked slow: they still run, in `make slow`. The choice depends on the
-parameters alone and is the same in every process.
+times. Where a test is marked `covering`, cases that cover all pairs (or `covering(1)`: all values,
+`covering(0)`: one case) stay, and the others are marked slow: they still run, in `make slow`. The
+choice depends on the parameters alone and is the same in every process.
 """
 
 from __future__ import annotations

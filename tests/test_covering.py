@@ -17,7 +17,14 @@ def cases_of(*levels: int, strength: int) -> list:
 
 @pytest.mark.parametrize(
     ("levels", "strength", "most"),
-    [((7,), 2, 7), ((3, 4), 2, 12), ((3, 4), 1, 4), ((4, 4, 4), 2, 22), ((2,) * 6, 2, 8)],
+    [
+        ((7,), 2, 7),
+        ((3, 4), 2, 12),
+        ((3, 4), 1, 4),
+        ((3, 4), 0, 1),
+        ((4, 4, 4), 2, 22),
+        ((2,) * 6, 2, 8),
+    ],
 )
 def test_every_combination_is_covered_by_few_cases(
     levels: tuple[int, ...], strength: int, most: int

@@ -26,6 +26,7 @@ def test_the_line_to_try_first_is_a_request_that_works(server: Served) -> None:
     assert answer.status_code == 200 and answer.json()["model"] == "tiny"
 
 
+@pytest.mark.slow
 def test_a_chat_template_that_does_not_compile_ends_the_start(model: Path, tmp_path: Path) -> None:
     (tmp_path / "broken.jinja").write_text("{% for message in %}")
     served = launch(model, "--chat-template", str(tmp_path / "broken.jinja"))

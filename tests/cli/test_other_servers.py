@@ -625,6 +625,7 @@ def test_every_row_leads_to_flags_that_exist() -> None:
     assert not VLLM.keys() & LLAMA.keys()
 
 
+@pytest.mark.slow
 def test_a_vllm_command_line_for_a_plain_model_serves(tmp_path: Path) -> None:
     model = write_model_folder(tmp_path / "tiny")
     words = (

@@ -41,7 +41,7 @@ KEY, ADMIN = "fuzz-key", "fuzz-admin-key"
 ROUTES = routes()
 WITH_BODY = [row for row, route in ROUTES.items() if route.bodies]
 FIRST_WITH_ITS_FIELDS = {tuple(fields_of(ROUTES[row])): row for row in reversed(WITH_BODY)}.values()
-"""Rows whose body no row before has. The others get a quarter of the bad values, each field other ones."""
+"""Rows whose body no row before has. The others get an eighth of the bad values, each field other ones."""
 REFUSED = {
     "/slots/{id}": 400,
     **dict.fromkeys(("/v1/load_lora_adapter", "/v1/unload_lora_adapter"), 400),
@@ -59,7 +59,7 @@ such a name, their vocabulary has no tokens for insertion, nothing is paused for
 a file, tensor nor group."""
 SIZES = ("--max-model-len", "384", "--max-queued-requests", "4096")
 """Two thousand documents of one request find room in the queue, however slow this machine is."""
-SOME_OR_ALL = pytest.mark.parametrize("step", [4, pytest.param(1, marks=pytest.mark.slow)])
+SOME_OR_ALL = pytest.mark.parametrize("step", [8, pytest.param(1, marks=pytest.mark.slow)])
 PLANE = re.compile(r"administration: http://127\.0\.0\.1:(\d+)/")
 HERE = re.escape(str(Path(__file__).resolve().parents[2]))
 LEAK = re.compile(rf"0x[0-9a-f]{{6,}}|Traceback|{HERE}/|/usr/|site-packages")

@@ -39,6 +39,7 @@ def llm() -> Iterator[LLM]:
         yield made
 
 
+@pytest.mark.slow
 def test_prompt_scores_are_those_of_the_same_numbers(llm: LLM, oracle: torch.nn.Module) -> None:
     outputs = llm.generate(TEXTS, SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0))
     for output in outputs:
@@ -49,6 +50,7 @@ def test_prompt_scores_are_those_of_the_same_numbers(llm: LLM, oracle: torch.nn.
         )
 
 
+@pytest.mark.slow
 def test_greedy_tokens_are_those_of_the_same_numbers(llm: LLM, oracle: torch.nn.Module) -> None:
     params = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
     for output in llm.generate(TEXTS[:2], params):

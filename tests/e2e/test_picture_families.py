@@ -30,7 +30,6 @@ SOFT = {
 """What an image's tokens are."""
 MARK = {"llama4": "<|image|>", "ovis2": "<image>"}
 """What stands for a whole image in a chat, where that is another."""
-GATED = ("llava-next",)
 PARAMS = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
 
 
@@ -57,10 +56,8 @@ def with_ids(case: PictureCase, name: str, ids: dict[str, int]) -> PictureCase:
     return dataclasses.replace(case, config=config)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [name if name in GATED else pytest.param(name, marks=pytest.mark.slow) for name in SOFT],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SOFT)
 def test_a_chat_with_an_image_is_answered_as_by_transformers(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     more = [SOFT[name], *(mark for mark in case.marks if mark != SOFT[name])]

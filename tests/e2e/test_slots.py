@@ -211,6 +211,7 @@ def test_quantized_caches_and_ranks_have_files_too(slots: Slots, changes: dict[s
     assert slots.say(second, PROMPT) == (answer, 64)
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_refused_and_changes_nothing(slots: Slots) -> None:
     first, other = (slots.engine(slots.model("hybrid", seed)) for seed in (9, 10))
     answer, _ = slots.say(first, PROMPT, tenant="me")

@@ -436,6 +436,7 @@ def test_inputs_that_the_encoder_cannot_read_are_refused_with_the_numbers(tmp_pa
     core.executor.close()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "names",

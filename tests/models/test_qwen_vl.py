@@ -269,6 +269,7 @@ def test_a_prefix_hit_gives_the_same_and_other_pixels_do_not(seen: Seen) -> None
     assert engine.hook.num_reused == 3
 
 
+@pytest.mark.covering(0)
 def test_beside_text_and_each_other_with_recorded_decodes(seen: Seen) -> None:
     """Answers of 12 tokens, most of them by steps that are replayed."""
     engine = seen.engine.with_steps(seen.folder, max_step_tokens=32)

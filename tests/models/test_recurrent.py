@@ -150,6 +150,7 @@ def test_entries_of_long_groups_have_larger_blocks_in_the_same_budget(tmp_path: 
     core.executor.close()
 
 
+@pytest.mark.covering(0)
 @pytest.mark.skipif(
     not isinstance(load(), NativeLibrary), reason="the native kernels are not built"
 )

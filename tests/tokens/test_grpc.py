@@ -361,6 +361,7 @@ def test_a_prompt_is_cut_to_its_last_tokens(
     assert whole.complete.prompt_tokens == num_prompt
 
 
+@pytest.mark.slow
 def test_the_port_of_another_server_is_refused_at_start(served: Served) -> None:
     """Not shared with it: half of the calls would reach the wrong server."""
     port = address_of(served).rpartition(":")[2]

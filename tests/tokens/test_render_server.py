@@ -317,6 +317,7 @@ def test_a_character_of_several_tokens_lies_in_the_span_of_each(renderer: Render
             assert text[begin:end] and not text[begin:end].isascii()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("chat", CHATS, ids=range(len(CHATS)))
 def test_a_rendered_chat_can_be_answered_as_a_chat_at_once(

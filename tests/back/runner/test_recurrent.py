@@ -379,6 +379,7 @@ def test_a_step_without_memory_is_not_run_twice(monkeypatch: pytest.MonkeyPatch)
     assert driver.tokens[2] == model.greedy([5, 6, 7], 5)
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize(
     ("way", "attends", "chunk", "num_bytes"),
     [

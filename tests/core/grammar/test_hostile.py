@@ -42,6 +42,7 @@ FORCING: dict[str, Node] = {
 }
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("kind", FORCING)
 def test_a_million_forced_characters_cost_no_more_than_the_tokens_asked_for(kind: str) -> None:
     """Each step's masks and forced tokens take milliseconds of processor time, whatever they force."""

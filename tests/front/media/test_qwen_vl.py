@@ -49,6 +49,7 @@ def oracle() -> dict[str, Any]:
     return {family: _video_module(family) for family in ("qwen2_vl", "qwen3_vl", "glm4v", "glm46v")}
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("bounds", BOUNDS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_images_are_the_reference_s(shape: tuple[int, int], bounds: tuple[int, int]) -> None:
@@ -95,6 +96,7 @@ def test_an_image_never_has_more_patches_than_an_input_may() -> None:
     assert height * width // 196 <= MAX_PATCHES
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("count", range(1, 41))
 @pytest.mark.parametrize("temporal", [1, 2, 3, 4])
 def test_odd_frame_counts_repeat_the_last_frame(count: int, temporal: int, oracle: Any) -> None:

@@ -12,7 +12,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers.integrations.bitnet import pack_weights
 
 from headrace.back.kernels.linear_blocks.layout import (
     ONLINE_LAYOUTS,
@@ -155,6 +154,8 @@ def test_integers_of_quark_lie_as_awq_has_them(dtype: str, tmp_path: Path) -> No
 def test_ternary_weights_of_bitnet_are_those_that_transformers_packs(
     linear: str, tmp_path: Path
 ) -> None:
+    from transformers.integrations.bitnet import pack_weights  # brings in torch's compiler: 1 s
+
     generator = torch.Generator().manual_seed(4)
     weight = torch.randint(-1, 2, (24, 20), generator=generator).float()
     scale = torch.tensor([0.37])

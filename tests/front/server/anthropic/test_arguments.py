@@ -125,6 +125,7 @@ def test_no_arguments_are_no_properties(space: str) -> None:
     assert sent(" " * len(space), [])[1] == {} == sent(" null ", [1])[1]
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("unit", ['"a', "[", '{"a":', '"k": "v", ', "\\", "1", "\\ud83d\\ude00"])
 def test_time_is_linear(unit: str) -> None:
     def read(count: int) -> None:

@@ -237,12 +237,14 @@ def test_time_is_linear_in_any_text(family: str, size: int) -> None:
     _assert_linear(family, ADVERSARIAL, 1 << 20 if size > 1000 else 1 << 16, size)
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("family", SYNTAXES)
 def test_time_is_linear_in_a_mangled_call(family: str) -> None:
     _assert_linear(family, mangled(family), 1 << 16, 1 << 20)
     _assert_linear(family, mangled(family), 1 << 13, 7)
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("think", THOUGHT_SYNTAXES)
 def test_time_is_linear_in_mangled_reasoning(think: str) -> None:
     tools = own_calls(think)
