@@ -3,6 +3,7 @@ transformers' processors."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from dataclasses import replace
@@ -10,19 +11,34 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import save_file
 
-from headrace.base.errors import CheckpointError
+from headrace.base.errors import CheckpointError, InvalidRequest
+from headrace.front.media.parts import MediaPart
+from headrace.front.media.placeholders import expanded
+from headrace.front.media.preparation import MediaPreparer, MediaRequest, _prepared
+from headrace.front.media.processing import Sampling
+from headrace.front.media.processors.families import PROCESSORS
 from tests.front.media.pictures import picture
-from tests.models.media import IMAGE, SeeingEngine, answer_of, compare_answers, save_media_oracle
+from tests.models.media import (
+    IMAGE,
+    VIDEO,
+    Answer,
+    SeeingEngine,
+    answer_of,
+    compare_answers,
+    save_media_oracle,
+)
 from tests.models.oracle import load_ours, model_spec
 from tests.models.picture_cases import CASES as PICTURES
 from tests.models.picture_cases import POINTS
 from tests.models.sight import read_spec
-from tests.models.test_pictures import Shown, given_of
+from tests.models.test_pictures import BEFORE, BEHIND, Ready, Shown, given_of
 from tests.models.test_towers import CASES as TOWERS
 from tests.models.test_towers import Seen, save_case, text, two_images
 
+KINDS = ("image", "video")
 NAMES = (
     (r"^model\.language_model\.", "model."),
     (r"^model\.vision_tower\.(vision_model\.)?", "model.vision_tower.vision_tower.vision_model."),
@@ -75,7 +91,9 @@ def test_tiles_are_seen_under_the_first_names(
     oracle = save_media_oracle(oracle_class, config, tmp_path)
     publish(oracle, tmp_path, image_aspect_ratio=ratio, image_grid_pinpoints=points)
     spec = read_spec(tmp_path)
-    assert spec.written == {"image": "<unk>"} and spec.video_token is None
+    moves = name != "llava-next"
+    assert spec.written == dict.fromkeys(("image", "video") if moves else ("image",), "<unk>")
+    assert spec.video_token == (IMAGE if moves else None)
     engine = SeeingEngine(tmp_path)
     shown = Shown(case=case, folder=tmp_path, oracle=oracle, engine=engine, spec=spec)
     pictures = [picture(*size, seed) for seed, size in enumerate(case.sizes)]
@@ -86,7 +104,44 @@ def test_tiles_are_seen_under_the_first_names(
     compare_answers(
         engine.run(prompt, max_tokens=5)[0], answer_of(oracle, prompt, given_of(prompt, theirs), 5)
     )
+    if case.clip is not None:
+        a_clip_is_seen(shown)
     engine.close()
+
+
+def a_clip_is_seen(shown: Shown) -> None:
+    """Its placeholder is that of images."""
+    assert shown.case.clip is not None and shown.spec.video_token == IMAGE
+    count = shown.case.num_frames
+    frames = [picture(40, 24, seed) for seed in range(count)]
+    processor = PROCESSORS.load(shown.spec.processor)(shown.spec.settings)
+    medium = processor.video(iter(frames), range(count), Sampling(count, shown.case.rate))
+    prepared = _prepared(medium, "video", bytes(32), 0, shown.spec.settings.merge)
+    ids, inputs = expanded(
+        [*BEFORE, IMAGE, *BEHIND], [prepared], shown.spec, shown.ids_of, field="prompt"
+    )
+    theirs = shown.case.clip(frames, medium)
+    assert ids == shown.expected_ids(theirs, IMAGE)
+    given = {"input_ids": torch.tensor([shown.expected_ids(theirs, VIDEO)]), **theirs.given}
+    with torch.inference_mode():
+        logprobs = shown.oracle(**given).logits[0].float().log_softmax(-1)
+    *before, last = list(logprobs.numpy())
+    expected = Answer(tokens=[int(last.argmax())], prompt_logprobs=before, logprobs=[last])
+    compare_answers(shown.engine.run(Ready(ids, inputs), max_tokens=1)[0], expected)
+
+
+def test_images_and_video_of_one_placeholder_do_not_go_together(tmp_path: Path) -> None:
+    case = PICTURES["llava-onevision"]
+    config, oracle_class = case.build(tmp_path)
+    oracle = save_media_oracle(oracle_class, config, tmp_path)
+    publish(oracle, tmp_path, image_aspect_ratio="anyres_max_2", image_grid_pinpoints=POINTS)
+    preparer = MediaPreparer(read_spec(tmp_path), None)
+    parts = [
+        MediaPart(kind=kind, field=f"messages[0].content[{i}]") for i, kind in enumerate(KINDS)
+    ]
+    with pytest.raises(InvalidRequest, match=r"content\[1\]: images and video do not go together"):
+        asyncio.run(preparer.media_of(parts, MediaRequest()))
+    preparer.close()
 
 
 @pytest.mark.slow

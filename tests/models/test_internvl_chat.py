@@ -53,9 +53,12 @@ def as_published(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_images_as_published(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["InternVLChatModel", "SkyworkR1VChatModel"])
+def test_images_as_published(name: str, tmp_path: Path) -> None:
     oracle = save_case(CASES["internvl"], tmp_path)
     as_published(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": [name]}))
     engine = SeeingEngine(tmp_path)
     seen = Seen(case=CASES["internvl"], folder=tmp_path, oracle=oracle, engine=engine)
     prompt = two_images(seen)

@@ -93,7 +93,7 @@ BELOW_MODEL = (
 LAYOUTS = {
     "InternVLForConditionalGeneration": CONVERTED,
     "InternS1ForConditionalGeneration": CONVERTED,
-    "InternVLChatModel": PUBLISHED,
+    **dict.fromkeys(("InternVLChatModel", "SkyworkR1VChatModel"), PUBLISHED),
     "QianfanOCRForConditionalGeneration": replace(
         PUBLISHED,
         layer_key=CONVERTED.layer_key,
@@ -105,7 +105,7 @@ LAYOUTS = {
 
 def build(scope: Scope, config: ConfigReader) -> Decoder:
     """InternVLForConditionalGeneration, InternS1ForConditionalGeneration,
-    QianfanOCRForConditionalGeneration, InternVLChatModel."""
+    QianfanOCRForConditionalGeneration, InternVLChatModel, SkyworkR1VChatModel."""
     text, vision = parts_of(config)
     architecture = config.raw["architectures"][0]
     layout = LAYOUTS[architecture]

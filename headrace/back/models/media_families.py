@@ -81,7 +81,7 @@ WITH_MEDIA: Mapping[str, str] = {
     "Glm5NextForConditionalGeneration": "glm5_vision",
     "QianfanOCRForConditionalGeneration": "internvl",
     "InternVLForConditionalGeneration": "internvl",
-    "InternVLChatModel": "internvl",
+    **dict.fromkeys(("InternVLChatModel", "SkyworkR1VChatModel"), "internvl"),
     "InternS1ForConditionalGeneration": "internvl",
     "GraniteDoclingForConditionalGeneration": "granite_docling",
     "Idefics3ForConditionalGeneration": "idefics3",

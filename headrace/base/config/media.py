@@ -202,7 +202,8 @@ class ProcessorSettings(msgspec.Struct, frozen=True, kw_only=True):
 class MediaSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What the front needs to take images, video and audio. `processor` names a row of
     front/media/processing.py; `image_token`, `video_token` and `audio_token` are the placeholders'
-    ids (None: the model takes none of that kind). `image_mark`: of what stands for an image in a
+    ids (None: the model takes none of that kind; images and video that have the same do not go
+    together). `image_mark`: of what stands for an image in a
     prompt that is not expanded, where that is another token. `video_soft`: what stands for a
     video's tokens in one that is, where that is the images' token. `joins_newlines`: the tokenizer
     has tokens of several newlines, which those around an image become one of with their neighbours.

@@ -109,7 +109,7 @@ def expanded(
         for kind, token in tokens.items()
         if token is not None and waiting[kind]
     }
-    kinds = {token: kind for kind, token in tokens.items() if token in present}
+    kinds = {token: kind for kind, token in tokens.items() if token in present and waiting[kind]}
     total = len(waiting["image"])
     whole: list[int] = []
     inputs: list[MediaInput] = []

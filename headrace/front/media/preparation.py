@@ -156,6 +156,8 @@ class MediaPreparer:
                     f"{total} of kind {kind} given; at most {most[kind]} are allowed "
                     "(--limit-mm-per-prompt)",
                 )
+            if count["image"] and count["video"] and tokens["image"] == tokens["video"]:
+                raise _bad(part.field, "images and video do not go together in a prompt here")
 
     async def _one(
         self,

@@ -122,7 +122,7 @@ def _read_seeing(folder: Path, config: Mapping[str, Any]) -> MediaSpec | None:
     kind = config.get("model_type")
     if is_two_towers(config):
         return _two_towers(folder, config)
-    if kind == "internvl_chat":
+    if kind in ("internvl_chat", "skywork_chat"):
         return _internvl_chat(folder, config)
     if kind in _APART:
         reader = ConfigReader(config, f"{folder}/config.json")

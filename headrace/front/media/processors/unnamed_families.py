@@ -269,7 +269,11 @@ def _first_llava(files: CheckpointFiles) -> MediaSpec | None:
             resample=image.int("resample", 3, ge=0, le=5),
         )
         spec = image_only("square", settings, config)
-    return msgspec.structs.replace(spec, written={"image": mark[0]})
+    written = {"image": mark[0]}
+    if "vision_aspect_ratio" in config:  # a video's frames stand where an image would
+        spec = msgspec.structs.replace(spec, video_token=mark[1])
+        written["video"] = mark[0]
+    return msgspec.structs.replace(spec, written=written)
 
 
 def _idle(files: CheckpointFiles) -> tuple[str, int] | None:
