@@ -86,6 +86,46 @@ MISSING = (
         needs="several numbers of windows in one tower",
     ),
     Missing(
+        family="others that see, by vLLM's list",
+        names=(
+            *("BeeForConditionalGeneration", "ChameleonForConditionalGeneration"),
+            *("CheersForConditionalGeneration", "Cosmos3ForConditionalGeneration"),
+            *("Eagle2_5_VLForConditionalGeneration", "GLM4VForCausalLM", "H2OVLChatModel"),
+            *("Granite4VisionForConditionalGeneration", "IsaacForConditionalGeneration"),
+            *("InternS2MobiusForConditionalGeneration", "InternS2PreviewForConditionalGeneration"),
+            *("KananaVForConditionalGeneration", "KeyeForConditionalGeneration"),
+            *("KeyeVL1_5ForConditionalGeneration", "Llama_Nemotron_Nano_VL"),
+            *("LlavaOnevision2ForConditionalGeneration", "MiniMaxVL01ForConditionalGeneration"),
+            *("Molmo2ForConditionalGeneration", "Moondream3ForCausalLM", "NVLM_D_Model"),
+            *("OpenCUAForConditionalGeneration", "Phi4ForCausalLMV", "RForConditionalGeneration"),
+        ),
+        needs="its tower, or its way to cut images, before the decoder",
+    ),
+    Missing(
+        family="others that hear, by vLLM's list",
+        names=(
+            *("FireRedASR2ForConditionalGeneration", "FireRedLIDForConditionalGeneration"),
+            *("FunASRForConditionalGeneration", "MiDashengLMModel", "MossAudioModel"),
+            "UltravoxModel",
+        ),
+        needs="its encoder of sound before the decoder",
+    ),
+    Missing(
+        family="DeepSeek-OCR and Unlimited-OCR; DeepSeek-OCR 2, HyperCLOVA X SEED Think with "
+        "vision and Ovis 1.6 and 2 as published",
+        names=(
+            *("DeepseekOCRForCausalLM", "UnlimitedOCRForCausalLM", "DeepseekOCR2ForCausalLM"),
+            *("HCXVisionV2ForCausalLM", "Ovis"),
+        ),
+        needs="the tower under its authors' names: those of DeepSeek-OCR 2, HyperCLOVA X SEED "
+        "Think and Ovis 2 are read as converted for transformers",
+    ),
+    Missing(
+        family="BAGEL, OpenVLA",
+        names=("BagelForConditionalGeneration", "OpenVLAForActionPrediction"),
+        needs="answers that are images or actions, or experts apart for these",
+    ),
+    Missing(
         family="RWKV 5", names=("Rwkv5ForCausalLM",), needs="a recurrence between those of 4 and 6"
     ),
     Missing(
