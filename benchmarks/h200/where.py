@@ -26,7 +26,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.h200.offline import make_engine
 from benchmarks.h200.routing import uniform_routing
-from benchmarks.h200.shapes import write_model
+from benchmarks.h200.shapes import QUANTIZATION, write_model
 from headrace.bench.offline import OfflineEngine
 from headrace.bench.throughput import draw_lengths
 
@@ -228,7 +228,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, uniform_routing(given.shape):
-        engine = make_engine(write_model(Path(folder), given.shape))
+        engine = make_engine(
+            write_model(Path(folder), given.shape),
+            quantization=QUANTIZATION.get(given.shape, "none"),
+        )
     clocks, rows = Clocks(), []
     try:
         if given.offline:
