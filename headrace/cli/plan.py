@@ -216,6 +216,7 @@ def _show(resolved: Resolved, estimate: PerformanceEstimate, decisions: Sequence
     spec = resolved.engine.model
     verdict = "[green]fits[/]" if estimate.fits else "[red]does not fit[/]"
     several = estimate.devices > 1
+    shared = several or resolved.engine.device.expert_group is not None
     where = f"{estimate.devices} x {estimate.device}" if several else estimate.device
     console.print(f"{spec.name} ({spec.family}, {spec.dtype}) on {where}: {verdict}")
     if estimate.shortfall:
@@ -227,7 +228,7 @@ def _show(resolved: Resolved, estimate: PerformanceEstimate, decisions: Sequence
             markup=False,
         )
     console.print(
-        f"{'on each: ' if several else ''}weights {show_bytes(estimate.weight_bytes)}, "
+        f"{'on each: ' if shared else ''}weights {show_bytes(estimate.weight_bytes)}, "
         f"KV cache {show_bytes(estimate.kv_memory_bytes)} = {estimate.kv_tokens:,} tokens"
     )
     if states := estimate.kv.state_bytes + estimate.kv.snapshot_bytes:

@@ -84,7 +84,11 @@ def _serve_one(resolved: Resolved) -> int:
         own = cores.all()
         apis = api_processes(spec, folder, places.listener, admin=places.admin)
         elastic = ElasticCores(
-            cores.make, folder.socket_path, fixed=resolved.replicas, most=resolved.max_replicas
+            cores.make,
+            folder.socket_path,
+            fixed=resolved.replicas,
+            most=resolved.max_replicas,
+            is_group=cores.is_group,
         )
         return Supervisor(places.server, [*own, *apis], folder, announce, part=elastic).run()
 

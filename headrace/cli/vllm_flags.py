@@ -301,7 +301,7 @@ _VLLM: Mapping[str, OtherFlag] = {
     "--eplb-config": refused(_EXPERTS_FOLLOW),
     "--num-redundant-experts": as_ours("--num-redundant-experts"),
     "--expert-placement-strategy": by_value({"linear": ()}, _EXPERTS_FOLLOW),
-    "--enable-elastic-ep": refused("--max-replicas says how many engine cores there may be", 0),
+    "--enable-elastic-ep": left_out("--max-replicas says how many engine cores there may be"),
     "--ray-workers-use-nsight": refused("/start_profile records steps", 0),
     **rows(
         "--kv-offloading-size --kv-offloading-backend --kv-events-config --ec-transfer-config",

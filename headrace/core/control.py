@@ -29,6 +29,7 @@ from headrace.core.adapters import NO_ADAPTERS, Adapters
 from headrace.core.draining import Drain
 from headrace.core.lifecycle import ExecutorHost, ExecutorLifecycle
 from headrace.core.output_processor import OutputBuffer
+from headrace.core.ports import ExpertWorkers
 from headrace.core.reports import Document, EngineView
 from headrace.core.request import Request
 from headrace.core.service_state import PauseMode, RequestIndex, ServiceState
@@ -110,6 +111,7 @@ class Control:
             "unload_adapter": _unload_adapter,
             "adapters": _list_adapters,
             "profile": _profile,
+            "share_experts": _share_experts,
             "weights": partial(_weigh, lifecycle),
             "weights_version": _name_weights,
             "reload": lifecycle.reload,
@@ -253,6 +255,17 @@ def _profile(engine: ControlledEngine, call: Call) -> Document:
     if not engine.service.has_executor:
         raise Conflict("the engine is asleep: wake it first")
     return {"places": engine.executor.profile(folder)}
+
+
+def _share_experts(engine: ControlledEngine, call: Call) -> Document:
+    """The first `cores` engine cores share out the experts, and meet in `folder`."""
+    workers, cores, folder = engine.executor, call.arguments["cores"], call.arguments["folder"]
+    if not isinstance(workers, ExpertWorkers) or not isinstance(cores, int):
+        raise InvalidRequest("this engine shares out no experts")
+    if engine.requests or engine.num_in_flight:
+        raise Conflict("requests are under way: drain the engine first")
+    workers.share_experts(cores, str(folder))
+    return {"cores": cores}
 
 
 def _set_log_level(engine: ControlledEngine, call: Call) -> Document:

@@ -11,7 +11,7 @@ StatsSink       receives one record per step and per finished request
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, runtime_checkable
 
 import msgspec
 import numpy as np
@@ -140,6 +140,16 @@ class WeightWorkers(Protocol):
     def weigh(self, order: WeightOrder) -> PendingWeights:
         """Carries out an order behind the steps submitted before, or, if it is one of
         BESIDE_STEPS, beside them; returns at once."""
+        ...
+
+
+@runtime_checkable
+class ExpertWorkers(Protocol):
+    """An executor whose experts engine cores share out."""
+
+    def share_experts(self, cores: int, folder: str) -> None:
+        """The first so many cores share them out from now on; they meet in a folder that is new.
+        Returns once they have; nothing may be under way on any of them."""
         ...
 
 

@@ -80,28 +80,30 @@ class CoreProcesses:
     def __init__(self, resolved: Resolved, folder: RuntimeFolder) -> None:
         self._resolved, self._folder = resolved, folder
         self._spec = folder.write_spec("core", resolved.engine)
-        self._places = MeetingPlaces(folder)
+        self._places, self._group = MeetingPlaces(folder), list[ManagedProcess]()
+        self.is_group = resolved.engine.device.expert_group is not None
 
     def all(self) -> list[ManagedProcess]:
-        """Those that are there at start and always; those of a group end together."""
-        cores = [self.make(index) for index in range(self._resolved.replicas)]
-        if self._resolved.engine.device.expert_group is not None:
-            for core in cores:
-                core.fellows = [one for one in cores if one is not core]
-        return cores
+        """Those that are there at start and always."""
+        return [self.make(index) for index in range(self._resolved.replicas)]
 
     def make(self, index: int, owner: ProcessOwner | None = None) -> ManagedProcess:
-        """The core of this number; None: the supervisor owns it."""
+        """The core of this number; None: the supervisor owns it. Those of a group end together."""
         remove_with(self._folder, self._resolved.engine.kv, self._folder.socket_path(index))
         environment = core_environment(self._resolved, index)
-        grouped = self._resolved.engine.device.expert_group is not None
+        words = self._places.words if owner is None else self._places.words_alone
         starter = core_starter(
             self._spec,
             self._folder.socket_path(index),
             environment,
-            more=partial(self._places.words, index) if grouped else tuple,
+            more=partial(words, index) if self.is_group else tuple,
         )
-        return ManagedProcess(f"engine core {index}", starter, is_core=True, owner=owner)
+        managed = ManagedProcess(f"engine core {index}", starter, is_core=True, owner=owner)
+        if self.is_group:
+            self._group[:] = [one for one in self._group if one.name != managed.name]
+            self._group.append(managed)
+            managed.fellows = self._group
+        return managed
 
 
 def core_starter(

@@ -44,7 +44,7 @@ from headrace.core.ports import AdmissionHook
 from headrace.core.service_state import ServiceState
 from headrace.launch.adapters import adapters_of, load_adapters
 from headrace.launch.core_extensions import chosen_hooks, extension_hooks, stats_of
-from headrace.launch.expert_group import in_group, replacing
+from headrace.launch.expert_group import in_group, is_alone, replacing
 from headrace.launch.frontend_connections import FrontendConnections, FrontendGone, Incoming
 from headrace.launch.kv_push import transfers_of
 from headrace.launch.topology import Report, report, tie_to_parent
@@ -309,6 +309,7 @@ def _start(arguments: argparse.Namespace, status: socket.socket) -> CoreLoop:
     parts["imports"] = time.monotonic() - began - sum(executor.facts.start_s.values())
     # as the core before it was when it died: whoever paused it has not resumed it
     service = ServiceState.resumed(paused=rest.paused, asleep=rest.asleep)
+    service.draining = is_alone(spec)
     adapters = adapters_of(spec, lambda: core.executor)
     hooks = admission_hooks_of(spec, executor.facts)
     hooks += chosen_hooks(spec, lambda: core, core_socket=socket_path)

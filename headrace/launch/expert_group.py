@@ -31,13 +31,24 @@ class MeetingPlaces:
         self._been.add(core)
         return "--group-folder", str(self._newest), "--group-core", str(core)
 
+    def words_alone(self, core: int) -> Sequence[str]:
+        """The same of one that comes while the others run: they take it in later."""
+        return "--group-core", str(core)
+
+
+def is_alone(spec: EngineSpec) -> bool:
+    """Whether this core waits for others to share out experts with; it takes no requests."""
+    group = spec.device.expert_group
+    return group is not None and not group.folder
+
 
 def in_group(spec: EngineSpec, *, folder: str, core: int) -> EngineSpec:
     """The spec of one core of a group, if there is one."""
     group = spec.device.expert_group
     if group is None:
         return spec
-    group = msgspec.structs.replace(group, folder=folder, core=core)
+    cores = max(group.cores, core + 1)  # of one that is alone: what it loads does not matter
+    group = msgspec.structs.replace(group, cores=cores, folder=folder, core=core)
     return msgspec.structs.replace(
         spec, device=msgspec.structs.replace(spec.device, expert_group=group)
     )

@@ -25,7 +25,8 @@ ENDING_S = 10.0
 
 class ElasticCores:
     """Implements `supervisor.LoopPart` and `children.ProcessOwner`. Cores are numbered; `fixed` of
-    them are the supervisor's own, `most` is how many there may be. `path_of`: a core's socket."""
+    them are the supervisor's own, `most` is how many there may be. `path_of`: a core's socket.
+    `is_group`: where one dies that has started all end, and those that are fixed start again."""
 
     def __init__(
         self,
@@ -34,10 +35,12 @@ class ElasticCores:
         *,
         fixed: int,
         most: int,
+        is_group: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._make, self._path_of, self._clock = make, path_of, clock
         self._fixed, self._most, self._count = fixed, most, fixed
+        self._is_group = is_group
         self._supervisor: Supervisor | None = None
         self._cores: dict[int, ManagedProcess] = {}
         self._ending: dict[int, float] = {}
@@ -89,6 +92,10 @@ class ElasticCores:
         else:
             log.error("%s died (exit status %d)", managed.name, status)
             delay_s = managed.restart_delay_s(self._clock()) if managed.ready else None
+        if self._is_group and not was_ending:
+            self._count, delay_s = self._fixed, None
+            if managed.ready and managed.ends_with is None and self._supervisor is not None:
+                self._supervisor.end_fellows(managed)
         if is_wanted and delay_s is not None:
             managed.restart_at = self._clock() + delay_s
             return

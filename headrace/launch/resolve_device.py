@@ -215,11 +215,10 @@ def _check_group(requested: DeviceOptions) -> None:
             "--enable-expert-parallel workers serve each other between steps; use processes",
             field="executor",
         )
-    if requested.max_replicas not in (None, requested.data_parallel):
+    if _comes_and_goes(requested) and requested.tensor_parallel > 1:
         raise ConfigError(
-            f"--max-replicas {requested.max_replicas}: with --data-parallel "
-            f"{requested.data_parallel} --enable-expert-parallel the number of engine cores stays "
-            "as it is",
+            f"--max-replicas {requested.max_replicas}: engine cores that share out experts come and "
+            f"go with one device each; --tensor-parallel is {requested.tensor_parallel}",
             field="max_replicas",
         )
 
@@ -227,7 +226,12 @@ def _check_group(requested: DeviceOptions) -> None:
 def _expert_group(requested: DeviceOptions) -> ExpertGroupSpec | None:
     if not shares_experts(requested):
         return None
-    return ExpertGroupSpec(cores=requested.data_parallel)
+    cores = requested.data_parallel
+    return ExpertGroupSpec(cores=cores, least=cores if _comes_and_goes(requested) else 0)
+
+
+def _comes_and_goes(requested: DeviceOptions) -> bool:
+    return requested.max_replicas not in (None, requested.data_parallel)
 
 
 def _exchange(options: Options, choose: Chooser) -> str:

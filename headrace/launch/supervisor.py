@@ -245,6 +245,7 @@ class Supervisor:
             gauge.unlink()  # what a dead process had in flight counts no more
         if managed.owner is not None:
             managed.owner.on_death(managed, status)
+            managed.ends_with = None
             if managed.restart_at is None or self.phase is ServerPhase.DRAINING:
                 self._processes.remove(managed)
             return
@@ -258,14 +259,16 @@ class Supervisor:
             return
         other, managed.ends_with = managed.ends_with, None
         if other is None:
-            self._end_fellows(managed)
+            self.end_fellows(managed)
         because = "" if other is None else f" with {other.name}"
         self._restart(managed, f"{managed.name} died{because} (exit status {status})")
 
-    def _end_fellows(self, managed: ManagedProcess) -> None:
+    def end_fellows(self, managed: ManagedProcess) -> None:
         """What cannot go on without a process that has died is killed, and starts again with it."""
         for fellow in managed.fellows:
-            if fellow.child is not None and fellow.ends_with is None:
+            if fellow is managed or fellow.child is None:
+                continue
+            if fellow.ends_with is None:
                 fellow.ends_with = managed
                 fellow.child.process.kill()
 

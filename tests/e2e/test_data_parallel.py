@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,18 +65,14 @@ class Group:
     executors: Sequence[ProcessExecutor]
 
     def at_once(self, work: Sequence[Callable[[EngineCore], Any]]) -> list[Any]:
-        """What each core's work gives, all at the same time."""
-        results: list[Any] = [None] * len(work)
+        """What each core's work gives."""
+        return at_once([partial(one, core) for one, core in zip(work, self.cores, strict=False)])
 
-        def do(index: int) -> None:
-            results[index] = work[index](self.cores[index])
 
-        threads = [threading.Thread(target=do, args=(i,)) for i in range(len(work))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return results
+def at_once(work: Sequence[Callable[[], Any]]) -> list[Any]:
+    """What each gives, all at the same time."""
+    with ThreadPoolExecutor(len(work)) as pool:
+        return [one.result() for one in [pool.submit(one) for one in work]]
 
 
 @contextmanager
@@ -171,6 +169,33 @@ def test_families_of_experts_write_what_one_rank_writes(family: str, tmp_path: P
         shares = [one.facts.weight_bytes for one in group.executors]
     assert sum(shares) == 2 * whole - routed, "each routed expert lies on one of them"
     assert max(shares) < whole
+
+
+def test_cores_come_and_go(alone: dict[int, Answer], tmp_path: Path) -> None:
+    """PAR-06, PAR-07: 2, 3, 2, 4 cores; each time all of them write what one worker writes."""
+    spec = resolved(data_parallel=2, enable_expert_parallel=True, max_replicas=4)
+    with group_of(spec, tmp_path / "group") as group, ExitStack() as closing:
+        executors, cores = list(group.executors), list(group.cores)
+        for number, count in enumerate((3, 2, 4)):
+            while len(executors) < count:
+                told = in_group(spec, folder="", core=len(executors))
+                executors.append(ProcessExecutor(told))
+                closing.callback(executors[-1].close)
+                cores.append(EngineCore(spec, executors[-1]))
+            folder = tmp_path / f"group {number}"
+            folder.mkdir()
+            at_once([partial(one.share_experts, count, str(folder)) for one in executors])
+            for gone in executors[count:]:
+                gone.close()
+            del executors[count:], cores[count:]
+            found = at_once(
+                [partial(answers, core, range(i, 9, count)) for i, core in enumerate(cores)]
+            )
+            assert_equal(
+                {id: alone[id] for id in range(9)}, {k: v for one in found for k, v in one.items()}
+            )
+            for core in (cores[0], cores[-1]):
+                assert_equal({id: alone[id] for id in range(2)}, answers(core, range(2)))
 
 
 def test_aborted_requests_leave_the_others_as_they_are(

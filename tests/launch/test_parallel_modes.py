@@ -114,6 +114,9 @@ def test_engine_cores_share_out_experts() -> None:
     assert (found.replicas, found.max_replicas, device.executor) == (2, 2, "processes")
     assert device.expert_group == ExpertGroupSpec(cores=2) and not device.records
     assert device.token_exchange == "allgather_reducescatter"
+    elastic = resolved(CPU, device={**SHARED_EXPERTS, "max_replicas": 4})
+    assert (elastic.replicas, elastic.max_replicas) == (2, 4)
+    assert elastic.engine.device.expert_group == ExpertGroupSpec(cores=2, least=2)
     copies = resolved(CPU, device={"data_parallel": 3, "device": "cpu"})
     assert copies.replicas == 3 and copies.engine.device.expert_group is None
 
@@ -127,7 +130,10 @@ def test_engine_cores_share_out_experts() -> None:
         ),
         ({"device": {"replicas": 4}}, "--replicas 4 does not go with --data-parallel 2"),
         ({"device": {"executor": "inline"}}, "--executor inline: with --data-parallel 2"),
-        ({"device": {"max_replicas": 3}}, "--max-replicas 3: with --data-parallel 2"),
+        (
+            {"device": {"max_replicas": 3, "tensor_parallel": 2}},
+            "--max-replicas 3: engine cores .* one device each; --tensor-parallel is 2",
+        ),
         ({"device": {"max_replicas": 1}}, "--max-replicas 1: at least --data-parallel 2"),
         ({"model": {"deterministic": True}}, "allgather_reducescatter does not go with --determin"),
     ],

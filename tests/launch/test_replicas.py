@@ -39,7 +39,8 @@ class Child:
 class Parent:
     """Starts what is added, as the supervisor does."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, is_group: bool = False) -> None:
+        self.ended: list[ManagedProcess] = []
         self.added: list[ManagedProcess] = []
         self.children: list[Child] = []
         self.now = 100.0
@@ -48,6 +49,7 @@ class Parent:
             lambda index: str(folder / f"core-{index}.sock"),
             fixed=1,
             most=3,
+            is_group=is_group,
             clock=lambda: self.now,
         )
         supervisor: Any = self
@@ -66,6 +68,9 @@ class Parent:
 
     def ask(self, count: int) -> None:
         self.cores.asked(Report(replicas=count))
+
+    def end_fellows(self, managed: ManagedProcess) -> None:
+        self.ended.append(managed)
 
     def dies(self, managed: ManagedProcess, status: int) -> bool:
         """Whether it is to be started again."""
@@ -134,3 +139,22 @@ def test_one_that_does_not_end_is_killed(parent: Parent) -> None:
     parent.cores.turn()
     assert child.was_killed and parent.cores.due() == math.inf
     assert not parent.dies(parent.added[0], -9)
+
+
+def test_one_of_a_group_that_dies_is_not_begun_again_and_ends_the_others(tmp_path: Path) -> None:
+    """PAR-07: nor is one that ends with another; one that has not joined ends nobody."""
+    parent = Parent(tmp_path, is_group=True)
+    parent.ask(3)
+    first, second = parent.added
+    second.error = "no room for its weights"
+    assert not parent.dies(second, 2) and not parent.ended
+    first.ready = second.ready = True
+    assert not parent.dies(first, -9)
+    assert parent.ended == [first]
+    parent.ask(2)
+    begun = parent.added[-1]
+    begun.ready, begun.ends_with = True, first
+    assert not parent.dies(begun, -9) and parent.ended == [first]
+    for child in parent.children:
+        child.status.close()
+        child.theirs.close()

@@ -83,6 +83,20 @@ class ParkReply(msgspec.Struct, frozen=True, tag="parked"):
     error: WireError | None = None
 
 
+class ShareExperts(msgspec.Struct, frozen=True, tag="share_experts"):
+    """The first so many engine cores have the experts from now on; they meet in a folder that is
+    new. In order with the plans, of which none is under way."""
+
+    cores: int
+    folder: str
+
+
+class SharedReply(msgspec.Struct, frozen=True, tag="shared"):
+    """They have them; or why not."""
+
+    error: WireError | None = None
+
+
 class RecordGraph(msgspec.Struct, frozen=True, tag="record"):
     """At most one graph of a step is recorded. In order with the plans."""
 
@@ -107,6 +121,7 @@ ToWorker = (
     | ProfileSteps
     | ParkWeights
     | RecordGraph
+    | ShareExperts
     | SetLogLevel
     | AdapterOrder
     | WeightOrder
@@ -119,6 +134,7 @@ ToCore = (
     | ProfileReply
     | ParkReply
     | GraphReply
+    | SharedReply
     | AdapterReply
     | WeightReply
     | KVReply

@@ -34,6 +34,8 @@ from headrace.back.executor.channel import (
     ProfileSteps,
     RecordGraph,
     SetLogLevel,
+    SharedReply,
+    ShareExperts,
     StartWorker,
     WorkerFailed,
     WorkerReady,
@@ -65,8 +67,9 @@ SEND_TIMEOUT_S = 10.0
 PROFILE_TIMEOUT_S = 120.0
 PARK_TIMEOUT_S = 600.0
 RECORD_TIMEOUT_S = 60.0
+SHARE_TIMEOUT_S = 600.0
 REPLY_POLL_S = 0.2
-R = TypeVar("R", ProfileReply, ParkReply, GraphReply)
+R = TypeVar("R", ProfileReply, ParkReply, GraphReply, SharedReply)
 A = TypeVar("A", AdapterReply, WeightReply, KVReply)
 
 
@@ -173,6 +176,7 @@ class ProcessExecutor:
         self._profiled: SimpleQueue[ProfileReply] = SimpleQueue()
         self._parked: SimpleQueue[ParkReply] = SimpleQueue()
         self._recorded: SimpleQueue[GraphReply] = SimpleQueue()
+        self._shared: SimpleQueue[SharedReply] = SimpleQueue()
         ranks = range(spec.device.world_size)
         self._first_sampling = spec.device.world_size - spec.device.tensor_parallel
         self._orders: list[deque[PendingOrder[AdapterReply]]] = [deque() for _ in ranks]
@@ -182,6 +186,7 @@ class ProcessExecutor:
             StepResult: lambda rank, result: self._finish(result),
             ProfileReply: lambda rank, reply: self._profiled.put(reply),
             ParkReply: lambda rank, reply: self._parked.put(reply),
+            SharedReply: lambda rank, reply: self._shared.put(reply),
             GraphReply: lambda rank, reply: self._recorded.put(reply),
             AdapterReply: lambda rank, reply: self._add_reply(self._orders[rank], reply),
             WeightReply: lambda rank, reply: self._add_reply(self._weight_orders[rank], reply),
@@ -243,6 +248,12 @@ class ProcessExecutor:
         self.check()
         self._send(TO_WORKER.frame(RecordGraph()))
         return graphs_of_all([one.graphs for one in self._all(self._recorded, RECORD_TIMEOUT_S)])
+
+    def share_experts(self, cores: int, folder: str) -> None:
+        """See Executor."""
+        self.check()
+        self._send(TO_WORKER.frame(ShareExperts(cores, folder)))
+        self._all(self._shared, SHARE_TIMEOUT_S)
 
     def park(self) -> None:
         """See Executor."""

@@ -17,7 +17,7 @@ from headrace.back.executor.host_copy import HostCopy
 from headrace.back.kernels.all_reduce.op import with_sums
 from headrace.back.kernels.native.library import use_threads
 from headrace.back.kernels.op import MORE_KERNELS, DeferredChecks, SelfCheckFailed
-from headrace.back.layers.moe.balance import Balancer
+from headrace.back.layers.moe.balance import Balancer, MovableExperts
 from headrace.back.lora.store import AdapterStore
 from headrace.back.models.blocks import Decoder
 from headrace.back.models.load import LoadReport, Origin
@@ -58,7 +58,7 @@ DEFAULT_LOADER = "headrace.back.models.load:load_model"
 class RankModel:
     """A model on this rank's device, and what drafts for it, where that has weights. `load_s`: the
     seconds of each part of its load; `origin`: how it was built, where its weights can be
-    replaced; `balancer`: of its experts that may change ranks."""
+    replaced; `movable`: its experts that may change ranks, `balancer`: of them."""
 
     spec: EngineSpec
     model: CausalModel
@@ -71,6 +71,7 @@ class RankModel:
     rank: int = 0
     pipe: Pipe | None = None
     balancer: Balancer = field(default_factory=lambda: Balancer((), 0))
+    movable: tuple[MovableExperts, ...] = ()
 
     def facts(self, started: StartedRunner) -> WorkerFacts:
         """What a runner over this model states, with what is known of the model."""
@@ -97,7 +98,7 @@ class Resident:
         self._adapters: AdapterStore | None = None
         self._weight_orders = WeightOrders(loaded.origin, loaded.device, loaded.rank)
         self._kv_files: KVFiles | None = None
-        self.balancer = loaded.balancer
+        self.balancer, self.movable = loaded.balancer, loaded.movable
 
     def weigh(self, order: WeightOrder) -> WeightReply:
         """Carries out an order about the weights; `join` and `leave` may be called by another
@@ -263,6 +264,7 @@ def build_resident(
                 rank=mesh.rank,
                 pipe=mesh.pipe,
                 balancer=_balancer(spec, report, mesh.rounds),
+                movable=() if report.origin is None else tuple(report.origin.ledger.movable),
             )
             return Resident(loaded, checks=checks)
 
@@ -284,7 +286,7 @@ def _balancer(spec: EngineSpec, report: LoadReport, rounds: Rounds | None) -> Ba
     movable = report.origin.ledger.movable
     if rounds is None:
         return Balancer(movable, balance.steps)
-    rounds.between = Balancer(movable, balance.steps * len(movable)).step
+    rounds.between = Balancer(movable, balance.steps * len(movable)).at
     return Balancer((), 0)
 
 

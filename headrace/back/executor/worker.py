@@ -31,6 +31,8 @@ from headrace.back.executor.channel import (
     ProfileSteps,
     RecordGraph,
     SetLogLevel,
+    SharedReply,
+    ShareExperts,
     StartWorker,
     WorkerFailed,
     WorkerReady,
@@ -58,7 +60,9 @@ from headrace.base.wire.weights import BESIDE_STEPS, WeightOrder
 
 log = logging.getLogger(__name__)
 
-Order: TypeAlias = StepPlan | ProfileSteps | ParkWeights | RecordGraph | WeightOrder | KVOrder
+Order: TypeAlias = (
+    StepPlan | ProfileSteps | ParkWeights | RecordGraph | ShareExperts | WeightOrder | KVOrder
+)
 """What is done in the order in which it comes."""
 
 
@@ -74,6 +78,7 @@ def join_all(begin: StartWorker) -> tuple[Mesh, ExpertGroup | None]:
         cores=spec.cores,
         core=spec.core,
         folder=spec.folder,
+        least=spec.least,
         device=device.device,
         exchange=device.token_exchange,
         redundant=_redundant(device),
@@ -144,13 +149,17 @@ def serve(channel: Channel) -> None:
         threading.Thread(target=work[0], args=work[1:], daemon=True).start()
     threads = StepThreads(begin.spec.device.threads, resident.facts)
     if group is not None:
-        group.bell.listen(plans.put)
+        group.listen(plans.put)
     while True:
         try:
             plan = plans.get() if group is None else group.rounds.next(plans)
         except Exception as error:
             return _fail(channel, begin.rank, None, error)
         assert not isinstance(plan, Ring), "rings are the rounds' own"
+        if isinstance(plan, ShareExperts):
+            assert group is not None, "no core shares out experts"
+            channel.send(TO_CORE.frame(_shared(group, resident, plan)))
+            continue
         if not isinstance(plan, StepPlan):
             _carry_out(channel, resident, profiler, plan)
             continue
@@ -195,6 +204,16 @@ def _parked(resident: Resident, request: ParkWeights) -> ParkReply:
         log.exception("the weights could not be moved")
         return ParkReply(error=to_wire(error))
     return ParkReply()
+
+
+def _shared(group: ExpertGroup, resident: Resident, order: ShareExperts) -> SharedReply:
+    try:
+        with torch.inference_mode():
+            group.become(order.cores, order.folder, resident.movable)
+    except Exception as error:
+        log.exception("the experts could not be shared out anew")
+        return SharedReply(error=to_wire(error))
+    return SharedReply()
 
 
 def _recorded(resident: Resident) -> GraphReply:

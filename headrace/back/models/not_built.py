@@ -65,19 +65,9 @@ MISSING = (
         needs="the model that they draft for (--speculative-config)",
     ),
     Missing(
-        family="LLaDA 1, 1.5, with experts; Dream, DiffuCoder",
-        names=("LLaDAModelLM", "LLaDAMoEModelLM", "DreamModel"),
-        needs="passes over a whole text, any token of which sees all others, so that no KV is kept",
-    ),
-    Missing(
-        family="Fast-dLLM v2",
-        names=("Fast_dLLM_QwenForCausalLM",),
-        needs="blocks written by diffusion whose logits say the token behind theirs",
-    ),
-    Missing(
-        family="DiffusionGemma",
-        names=("DiffusionGemmaForBlockDiffusion",),
-        needs="blocks written from random tokens, with a pass of an encoder over each",
+        family="LLaDA 2",
+        names=("LLaDA2MoeModelLM",),
+        needs="tokens that come by blocks, through several steps each",
     ),
     Missing(family="BLT", names=("BltForCausalLM",), needs="patches of bytes by a model's entropy"),
     Missing(
@@ -129,9 +119,9 @@ MISSING = (
         family="RWKV 5", names=("Rwkv5ForCausalLM",), needs="a recurrence between those of 4 and 6"
     ),
     Missing(
-        family="GIT",
-        names=("GitForCausalLM",),
-        needs="images whose rows stand before the texts of a decoder that it has by itself",
+        family="TrOCR, Donut, Nougat; GIT",
+        names=("VisionEncoderDecoderModel", "GitForCausalLM"),
+        needs="an encoder that reads an image alone",
     ),
     Missing(
         family="decoders of encoder-decoders alone",

@@ -60,6 +60,8 @@ def _ordered_sum(x: torch.Tensor, axis: Axis) -> torch.Tensor:
 
 def all_parts(x: torch.Tensor, axis: Axis) -> list[torch.Tensor]:
     """The axis's tensors in rank order; x is contiguous."""
+    if axis.size == 1:
+        return [x]
     parts = [torch.empty_like(x) for _ in range(axis.size)]
     dist.all_gather(parts, x, group=axis.group)
     return parts
@@ -68,6 +70,8 @@ def all_parts(x: torch.Tensor, axis: Axis) -> list[torch.Tensor]:
 def all_to_all(x_WX: torch.Tensor, axis: Axis) -> torch.Tensor:
     """What each rank of the axis has for this one, in rank order; x_WX[r], contiguous, goes to rank
     r."""
+    if axis.size == 1:
+        return x_WX
     got_WX = torch.empty_like(x_WX)
     dist.all_to_all_single(got_WX, x_WX, group=axis.group)
     return got_WX
@@ -75,6 +79,8 @@ def all_to_all(x_WX: torch.Tensor, axis: Axis) -> torch.Tensor:
 
 def ragged_to_all(x_NX: torch.Tensor, sent: list[int], got: list[int], axis: Axis) -> torch.Tensor:
     """Rows for each rank, in rank order: so many are `sent` to each and `got` from it."""
+    if axis.size == 1:
+        return x_NX
     got_NX = x_NX.new_empty((sum(got), *x_NX.shape[1:]))
     dist.all_to_all_single(got_NX, x_NX, got, sent, group=axis.group)
     return got_NX
@@ -82,6 +88,8 @@ def ragged_to_all(x_NX: torch.Tensor, sent: list[int], got: list[int], axis: Axi
 
 def reduce_scatter(x_WX: torch.Tensor, axis: Axis) -> torch.Tensor:
     """The sum over the axis of what each rank has for this one; x_WX is contiguous."""
+    if axis.size == 1:
+        return x_WX[0]
     total_X = torch.empty_like(x_WX[0])
     dist.reduce_scatter(total_X, list(x_WX.unbind(0)), group=axis.group)
     return total_X

@@ -55,9 +55,9 @@ class Summing(Protocol):
 class Rounds(Protocol):
     """How engine cores whose experts are shared out come to exchange the tokens of the same mixture
     at the same time (parallel/rounds.py). `between` is called ahead of every exchange, by all ranks
-    at the same place."""
+    at the same place, with the number of exchanges since they met."""
 
-    between: Callable[[], None]
+    between: Callable[[int], None]
 
     def join(self, name: str, serve: Callable[[int], None]) -> int:
         """The number of the mixture called `name`, the same on all ranks, which join theirs in one
@@ -112,7 +112,9 @@ class Mesh:
     the ranks exchange as loads change; None: these stay where they are. `stage_layers`: the layers
     of each stage, where they are stated. `sequence_rows`: in steps of at least so many tokens each
     rank of "tp" keeps a part of the residual's rows between the layers; 0: in none. `rounds`: when
-    experts that the cores of "dp" share out get tokens; None: the ranks of "tp" run in step."""
+    experts that the cores of "dp" share out get tokens; None: the ranks of "tp" run in step.
+    `least_ranks`: where ranks of "ep" come and go, the fewest there may be, for which each has
+    slots; 0: none do. `alone`: this one has not met the others, and exchanges nothing yet."""
 
     tp: Axis = Axis()
     pp: Axis = Axis(name="pp")
@@ -125,6 +127,8 @@ class Mesh:
     stage_layers: tuple[int, ...] = ()
     sequence_rows: int = 0
     rounds: Rounds | None = None
+    least_ranks: int = 0
+    alone: bool = False
 
     @property
     def size(self) -> int:

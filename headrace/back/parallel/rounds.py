@@ -38,6 +38,10 @@ IDLE, READY = -1, -2
 """In place of a mixture's number: nothing to do; an order that waits for the core's other ranks."""
 
 
+PERIODS = 1 << 40
+"""More than there are while the ranks stay the same."""
+
+
 @dataclass(frozen=True)
 class Ring:
     """Some rank has work, in this period. It comes among a worker's orders."""
@@ -74,11 +78,24 @@ class MixtureRounds:
     """
 
     def __init__(self, axis: Axis, *, alike: int, bell: Bell) -> None:
-        self._axis, self._alike, self._bell = axis, alike, bell
+        self._alike, self._generation = alike, -1
+        self.renew(axis, bell)
         self._mixtures: dict[str, Callable[[int], None]] = {}
         self._serve: list[Callable[[int], None]] = []
-        self._awake, self._period = False, 0
-        self.between: Callable[[], None] = lambda: None
+        self.between: Callable[[int], None] = lambda count: None
+
+    def renew(self, axis: Axis, bell: Bell) -> None:
+        """From now on with the ranks of this axis, which do the same; nobody is awake. Periods that
+        any of them has counted before are over."""
+        self._axis, self._bell = axis, bell
+        begun = all_parts(torch.tensor(self._generation + 1), axis)
+        self._generation = max(int(one) for one in begun)
+        self._awake, self._period, self._count = False, self._generation * PERIODS, 0
+
+    def rest(self) -> None:
+        """Serves the others until nobody has anything to do."""
+        while self._awake:
+            self._round(IDLE)
 
     def join(self, name: str, serve: Callable[[int], None]) -> int:
         """See Rounds. A model that is built again takes the numbers it had."""
@@ -155,7 +172,8 @@ class MixtureRounds:
             ) from error
         agreed = agreement([(int(one[0]), int(one[1])) for one in stated], self._axis, self._alike)
         if agreed.number != IDLE:
-            self.between()
+            self._count += 1
+            self.between(self._count)
         return agreed
 
 
@@ -190,10 +208,14 @@ class SocketBell:
         """Begins to."""
 
         def hear() -> None:
-            while True:
-                heard(Ring(*struct.unpack("q", self._socket.recv(8))))
+            while data := self._socket.recv(8):
+                heard(Ring(*struct.unpack("q", data)))
 
         threading.Thread(target=hear, name="headrace-bell", daemon=True).start()
+
+    def close(self) -> None:
+        """Nobody rings any more."""
+        self._socket.shutdown(socket.SHUT_RDWR)
 
     def ring(self, period: int) -> None:
         """See Bell; EngineDead if a rank is gone."""

@@ -11,7 +11,6 @@ from typing import Any
 
 import msgspec
 
-from headrace.base.config.denoising import DenoisingSpec
 from headrace.base.config.kv_options import CacheChoices, EncoderFilesSpec, KVPushSpec
 from headrace.base.config.media import ImageNorm, MediaSpec, SoundSettings
 from headrace.base.config.pooling import DenseSpec, PoolingSpec
@@ -214,11 +213,13 @@ class ExpertBalanceSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ExpertGroupSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Cores that share out experts, this one's number, and the folder in which they meet (new)."""
+    """Cores that share out experts, this one's number, and the folder in which they meet (new; "":
+    alone until told). `least`: where cores come and go, those that are always there; 0: none do."""
 
     cores: int
     core: int = 0
     folder: str = ""
+    least: int = 0
 
 
 class DeviceSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -294,8 +295,7 @@ class SpeculationSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Everything one engine core and its workers are built from. Without `grammar` there is no
-    structured output. `extensions`: those that may be used (base/extensions.py). `denoising`: of a
-    model that writes blocks by diffusion; None: of others."""
+    structured output. `extensions`: those that may be used (base/extensions.py)."""
 
     model: ModelSpec
     kv: KVSpec
@@ -303,7 +303,6 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     device: DeviceSpec
     grammar: GrammarSpec | None = None
     speculation: SpeculationSpec | None = None
-    denoising: DenoisingSpec | None = None
     extensions: tuple[str, ...] = ()
 
 

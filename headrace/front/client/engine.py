@@ -49,7 +49,8 @@ _SHARED_PROMPT_TOKENS = 64
 
 class AsyncLLM:
     """Implements `events.EngineClient`. Belongs to the event loop in which `start` ran. So many
-    `replicas` of the cores are always there, None: all; the others may come and go."""
+    `replicas` of the cores are always there, None: all; the others may come and go.
+    `share_experts`: see Replicas."""
 
     def __init__(
         self,
@@ -59,6 +60,7 @@ class AsyncLLM:
         limits: Limits | None = None,
         tokenizer: Tokenizer | None = None,
         replicas: int | None = None,
+        share_experts: bool = False,
     ) -> None:
         self.text = text
         self.limits = limits or Limits()
@@ -67,7 +69,12 @@ class AsyncLLM:
         )
         self._checker = InputChecker(self.tokenizer, self.limits)
         self._cores = [CoreHandle(path, self.limits) for path in socket_paths]
-        self.replicas = Replicas(self._cores, replicas, start_s=self.limits.hello_timeout_s)
+        self.replicas = Replicas(
+            self._cores,
+            replicas,
+            start_s=self.limits.hello_timeout_s,
+            share_experts=share_experts,
+        )
         self._labels: dict[str, list[GenerationStream]] = {}
         self._new_stream: Callable[..., GenerationStream] = GenerationStream
 

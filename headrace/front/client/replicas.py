@@ -8,12 +8,15 @@ meanwhile. The parent process starts and ends them (launch/replicas.py).
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import msgspec
 
 from headrace.base.errors import Conflict, DrainTimeout, EngineError, HeadraceError, InvalidRequest
+from headrace.front.client.connection import Connection
 from headrace.front.client.stream import CoreHandle
 from headrace.launch.api_process import failure_at
 
@@ -23,10 +26,18 @@ LEAVING = "the engine core is draining"
 
 class Replicas:
     """The cores of an engine: the first `fixed` are always there (None: all). `ask` tells the
-    parent process how many are wanted. `start_s`: how long one may take to start."""
+    parent process how many are wanted. `start_s`: how long one may take to start. `share_experts`:
+    they do, so that none serves while their number changes."""
 
-    def __init__(self, cores: Sequence[CoreHandle], fixed: int | None, *, start_s: float) -> None:
-        self._cores, self._start_s = cores, start_s
+    def __init__(
+        self,
+        cores: Sequence[CoreHandle],
+        fixed: int | None,
+        *,
+        start_s: float,
+        share_experts: bool = False,
+    ) -> None:
+        self._cores, self._start_s, self._share_experts = cores, start_s, share_experts
         self._fixed = len(cores) if fixed is None else fixed
         self.ask: Callable[[int], None] = lambda count: None
         self.scaling = False
@@ -42,13 +53,16 @@ class Replicas:
         have not finished in `drain_s`, EngineError if one cannot start, Conflict if it would serve
         something else: all is as before then."""
         if not self._fixed <= count <= len(self._cores):
-            bounds = f"{self._fixed} (--replicas) to {len(self._cores)} (--max-replicas)"
+            least = "--data-parallel" if self._share_experts else "--replicas"
+            bounds = f"{self._fixed} ({least}) to {len(self._cores)} (--max-replicas)"
             raise InvalidRequest(
                 f"new_data_parallel_size: {count} given; {bounds} are allowed",
                 field="new_data_parallel_size",
             )
         with self._alone():
             before = len(self.expected)
+            if self._share_experts:
+                return await self._share_among(count, before, drain_s)
             await self._drain(self._cores[count:], drain_s)
             self.ask(count)
             try:
@@ -59,6 +73,34 @@ class Replicas:
                 await self._vanish(before)
                 raise
             await self._vanish(count)
+
+    async def _share_among(self, count: int, before: int, drain_s: float) -> None:
+        """All cores drain; those that come are there, or those that go still are, while the experts
+        change places."""
+        if count == before:
+            return
+        cores, stay = self._cores[: max(count, before)], before
+        await self._drain(self._cores[:before], drain_s)
+        try:
+            self.ask(len(cores))
+            await self._appear(len(cores))
+            self._check_alike(len(cores))
+            stay = self._fixed  # those that are there if the others are lost now
+            await self._meet(cores, count)
+            stay = count
+        finally:
+            self.ask(stay)
+            await self._vanish(stay)
+            await _go_on([core.connection for core in self._cores[:stay]])
+
+    async def _meet(self, cores: Sequence[CoreHandle], count: int) -> None:
+        """The first so many share out the experts; the others give away what they have."""
+        folder = Path(cores[0].connection.path).parent / f"group-{secrets.token_hex(4)}"
+        folder.mkdir(mode=0o700)
+        calls = [
+            core.connection.call("share_experts", cores=count, folder=str(folder)) for core in cores
+        ]
+        await asyncio.gather(*calls)
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -82,9 +124,7 @@ class Replicas:
             async with asyncio.timeout(drain_s):
                 await asyncio.gather(*calls)
         except TimeoutError:
-            await asyncio.gather(
-                *(connection.call("undo_drain") for connection in leaving), return_exceptions=True
-            )
+            await _go_on(leaving)
             raise DrainTimeout(
                 f"drain_timeout: {drain_s:g} s are over and requests still run; nothing was changed",
                 field="drain_timeout",
@@ -117,3 +157,12 @@ class Replicas:
     async def _vanish(self, count: int) -> None:
         while any(core.connection.hello is not None for core in self._cores[count:]):
             await asyncio.sleep(POLL_S)
+
+
+async def _go_on(connections: Sequence[Connection]) -> None:
+    """These take requests again. A core that has heard of no drain has nothing to tell of it."""
+    calls = [connection.call("undo_drain") for connection in connections]
+    await asyncio.gather(*calls, return_exceptions=True)
+    for connection in connections:
+        if connection.hello is not None and connection.hello.trouble == LEAVING:
+            connection.hello = msgspec.structs.replace(connection.hello, trouble="")

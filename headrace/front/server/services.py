@@ -81,9 +81,15 @@ def client_of(
     """The client of a model's engine cores; StartError where what is kept of a shifted context
     leaves too little to shift."""
     keep, limits = spec.server.context_keep, limits_of(spec)
+    share_experts = spec.engine is not None and spec.engine.device.expert_group is not None
     if not spec.server.context_shift or not text.generates:
         return AsyncLLM(
-            text, socket_paths, limits=limits, tokenizer=tokenizer, replicas=spec.replicas
+            text,
+            socket_paths,
+            limits=limits,
+            tokenizer=tokenizer,
+            replicas=spec.replicas,
+            share_experts=share_experts,
         )
     if keep > text.max_model_len // 2:
         raise StartError(
@@ -97,6 +103,7 @@ def client_of(
         limits=limits,
         tokenizer=tokenizer,
         replicas=spec.replicas,
+        share_experts=share_experts,
     )
 
 

@@ -134,6 +134,27 @@ def test_cores_with_different_steps_meet_at_every_mixture(
     assert len(set(seen)) == 1 and seen[0] >= most, seen
 
 
+def test_ranks_that_meet_count_periods_that_none_of_them_has_had(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One has met others before, and then others again; the second one comes anew."""
+    orders = [Orders() for _ in range(2)]
+
+    def rank_main(rank: int, axis_of: Callable[..., Axis]) -> list[int]:
+        rounds = MixtureRounds(Axis(name="ep"), alike=1, bell=Bells(orders, rank))
+        earlier = [rounds._period]
+        if rank == 0:
+            for _ in range(2):
+                rounds.renew(Axis(name="ep"), Bells(orders, rank))
+                earlier.append(rounds._period)
+        rounds.renew(axis_of("met"), Bells(orders, rank))
+        assert rounds._period not in earlier
+        return [rounds._period]
+
+    first, second = run_threads(monkeypatch, 2, rank_main)
+    assert first == second
+
+
 def test_bells_ring_at_all_other_ranks_and_say_who_is_gone(tmp_path: Path) -> None:
     heard: list[SimpleQueue[Ring]] = [SimpleQueue() for _ in range(3)]
     bells = [SocketBell(str(tmp_path), axis(rank, 3)) for rank in range(3)]

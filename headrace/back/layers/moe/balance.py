@@ -19,7 +19,7 @@ import torch
 
 from headrace.back.layers.moe.placement import Placement, imbalance, settled, spread, turns
 from headrace.back.layers.reachable import tensors_of
-from headrace.back.parallel.collectives import all_reduce, ragged_to_all
+from headrace.back.parallel.collectives import all_parts, all_reduce, ragged_to_all
 from headrace.back.parallel.mesh import Axis
 
 log = logging.getLogger(__name__)
@@ -45,12 +45,15 @@ class MovableExperts:
         axis: Axis,
         device: torch.device,
     ) -> None:
-        self._bound, self._axis, self._experts = bound, axis, experts
-        self.placement = self._loaded = placement
-        table_WXC = turns(placement, experts)
-        absent = table_WXC.new_full((axis.size, more, table_WXC.shape[2]), -1)
-        self.slot_WXC = torch.cat((table_WXC, absent), dim=1).to(device)
+        self._bound, self._experts, self._more, self.device = bound, experts, more, device
+        self.axis, self.placement, self._loaded = axis, placement, placement
+        self.slot_WXC = self._table()
         self.count_X = torch.zeros(experts + more, dtype=torch.int64, device=device)
+
+    def _table(self) -> torch.Tensor:
+        table_WXC = turns(self.placement, self._experts)
+        absent = table_WXC.new_full((self.axis.size, self._more, table_WXC.shape[2]), -1)
+        return torch.cat((table_WXC, absent), dim=1).to(self.device)
 
     def see(self, expert_TK: torch.Tensor) -> None:
         """Counts the tokens of each expert, on the device."""
@@ -60,18 +63,36 @@ class MovableExperts:
     def better(self) -> Placement | None:
         """Where the experts should lie by the tokens counted on all ranks; None: where they lie is
         as good."""
-        total_X = all_reduce(self.count_X.clone(), self._axis)[: self._experts]
-        load_X = [float(load) for load in total_X.tolist()]
-        self.count_X.copy_((self.count_X * KEPT).long())
-        new = spread(load_X, self._axis.size, len(self.placement[0]))
+        load_X = self._loads()
+        new = spread(load_X, self.axis.size, len(self.placement[0]))
         now, then = imbalance(load_X, self.placement), imbalance(load_X, new)
         return settled(self.placement, new) if then < now * (1 - LEAST_GAIN) else None
 
+    def _loads(self) -> list[float]:
+        """Tokens of each expert on all ranks; they count half the next time."""
+        total_X = all_reduce(self.count_X.clone(), self.axis)[: self._experts]
+        self.count_X.copy_((self.count_X * KEPT).long())
+        return [float(load) for load in total_X.tolist()]
+
+    def leave_to(self, ranks: int) -> None:
+        """Every expert comes to one of the first so many ranks; the others keep what they have."""
+        new = spread(self._loads(), ranks, len(self.placement[0]))
+        self.move((*settled(self.placement[:ranks], new), *self.placement[ranks:]))
+
+    def share_with(self, axis: Axis) -> None:
+        """From now on with the ranks of this axis, which have what each of them had."""
+        own_S = torch.tensor(self.placement[self.axis.rank], device=self.device)
+        self.axis = axis
+        self.placement = tuple(tuple(one.tolist()) for one in all_parts(own_S, axis))
+        self.slot_WXC = self._table()
+        new = spread(self._loads(), axis.size, len(self.placement[0]))
+        self.move(settled(self.placement, new))
+
     def move(self, new: Placement) -> int:
         """Brings the experts to their new slots; how many came to this rank."""
-        plan = _moves(self.placement, new, self._axis.rank)
+        plan = _moves(self.placement, new, self.axis.rank)
         for tensor in self._tensors():
-            _exchange(tensor, plan, self._axis)
+            _exchange(tensor, plan, self.axis)
         self.placement = new
         table_WXC = turns(new, self._experts)
         self.slot_WXC[:, : self._experts].copy_(table_WXC)
@@ -147,7 +168,11 @@ class Balancer:
     def step(self) -> None:
         """A step is about to be launched; all ranks launch the same ones."""
         self._count += 1
-        if self._steps and self._count % self._steps == 0:
+        self.at(self._count)
+
+    def at(self, count: int) -> None:
+        """The same, of the step of this number."""
+        if self._steps and count % self._steps == 0:
             self.rearrange()
 
     @torch.inference_mode()

@@ -18,6 +18,7 @@ W ranks, T tokens, S of a share, E hidden size, X experts, K slots of a token, C
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 
@@ -30,13 +31,20 @@ Share = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """x_SE, expert_SK (-1: none) and weight_SK of the tokens that a rank is responsible for."""
 
 
+class ExpertPlaces(Protocol):
+    """Where experts lie: `slot_WXC`, see placement.turns, on the ranks of `axis`."""
+
+    slot_WXC: torch.Tensor
+    axis: Axis
+
+
 def exchanged(
-    experts: Experts, slot_WXC: torch.Tensor, mesh: Mesh, rows: Callable[[int], int] = int
+    experts: Experts, places: ExpertPlaces, mesh: Mesh, rows: Callable[[int], int] = int
 ) -> Experts:
     """f(x_TE, expert_TK, weight_TK) -> y_TE, of which a rank fills the rows of its share of what
-    the ranks of "tp" have, by this rank's `experts`. `slot_WXC`: where each rank computes each
-    expert, see placement.turns. `rows`: how many rows each rank sends, by those of a share."""
-    exchange, axis, alike = EXCHANGES[mesh.token_exchange], mesh.ep, mesh.tp
+    the ranks of "tp" have, by this rank's `experts`. `rows`: how many rows each rank sends, by
+    those of a share."""
+    exchange, alike = EXCHANGES[mesh.token_exchange], mesh.tp
 
     def over_ranks(
         x_TE: torch.Tensor, expert_TK: torch.Tensor, weight_TK: torch.Tensor
@@ -47,7 +55,7 @@ def exchanged(
         share = tuple(_share(x, mine, size) for x in (x_TE, expert_TK, weight_TK))
         share[1][own:] = -1
         y_TE = torch.zeros_like(x_TE)
-        y_SE = exchange(experts, (share[0], share[1], share[2]), slot_WXC, axis)
+        y_SE = exchange(experts, (share[0], share[1], share[2]), places.slot_WXC, places.axis)
         y_TE[mine] = y_SE[:own]
         return y_TE
 
@@ -56,7 +64,7 @@ def exchanged(
 
 def exchanged_in_rounds(
     experts: Experts,
-    slot_WXC: torch.Tensor,
+    places: ExpertPlaces,
     mesh: Mesh,
     problem: ExpertsProblem,
     *,
@@ -73,10 +81,10 @@ def exchanged_in_rounds(
         x_SE = torch.zeros((size, problem.width), dtype=problem.dtype, device=device)
         expert_SK = torch.full((size, problem.slots), -1, dtype=torch.int32, device=device)
         weight_SK = torch.zeros(expert_SK.shape, device=device)
-        exchange(experts, (x_SE, expert_SK, weight_SK), slot_WXC, mesh.ep)
+        exchange(experts, (x_SE, expert_SK, weight_SK), places.slot_WXC, places.axis)
 
     number = rounds.join(name, serve)
-    return exchanged(experts, slot_WXC, mesh, lambda count: rounds.enter(number, count))
+    return exchanged(experts, places, mesh, lambda count: rounds.enter(number, count))
 
 
 def slots_on(slot_WXC: torch.Tensor, expert_TK: torch.Tensor) -> torch.Tensor:

@@ -30,6 +30,7 @@ from headrace.back.layers.moe.exchange import ALLREDUCE, exchanged, exchanged_in
 from headrace.back.layers.moe.split import ExpertSizes
 from headrace.back.layers.moe.weights import Biases, ExpertWeights, LoadedExperts
 from headrace.back.layers.scope import Scope
+from headrace.back.parallel.mesh import Axis
 from headrace.back.parallel.param import Param
 from headrace.back.parallel.shard import Part, Shard, local_size
 from headrace.back.quant.experts import MatricesOf
@@ -183,12 +184,14 @@ def bind_own_experts(
 ) -> Experts:
     """The same where ranks have whole experts, as `sizes` says, and of each shared one so many
     inner values."""
-    axis, exchange = scope.mesh.ep, scope.mesh.token_exchange
+    exchange, axis, placement = scope.mesh.token_exchange, scope.mesh.ep, sizes.placement
+    if scope.mesh.alone:
+        axis, placement = Axis(name=axis.name), placement[axis.rank : axis.rank + 1]
     some, count = replace(problem, absent=True), 0 if shared is None else len(shared)
     mix = _in_host_memory(scope, _bind(scope, some, (routed,)))
     movable = MovableExperts(
         mix,
-        sizes.placement,
+        placement,
         experts=sizes.experts,
         more=problem.experts - sizes.experts,
         axis=axis,
@@ -197,12 +200,12 @@ def bind_own_experts(
     if exchange == ALLREDUCE:
         mix = _placed(mix, movable.slot_WXC[axis.rank :][:1])
     elif scope.mesh.rounds is None:
-        mix = exchanged(mix, movable.slot_WXC, scope.mesh)
+        mix = exchanged(mix, movable, scope.mesh)
     else:
         mix = exchanged_in_rounds(
-            mix, movable.slot_WXC, scope.mesh, problem, name=scope.path, device=scope.device
+            mix, movable, scope.mesh, problem, name=scope.path, device=scope.device
         )
-    if scope.mesh.redundant_experts is not None:
+    if scope.mesh.redundant_experts is not None or scope.mesh.least_ranks:
         scope.ledger.movable.append(movable)
         mix = _counted(mix, movable)
     if shared is None:

@@ -92,9 +92,9 @@ def sizes_in(mesh: Mesh, *, experts: int, width: int, inner: int) -> ExpertSizes
     if ranks == 1:
         return ExpertSizes(experts=experts, width=width, inner=inner)
     sizes = ExpertSizes(experts=experts, width=width, inner=inner, axis="ep", ranks=ranks)
-    if redundant is None:
+    if redundant is None and not mesh.least_ranks:
         return sizes
-    slots = slots_of_rank(experts, redundant, ranks)
+    slots = slots_of_rank(experts, redundant or 0, mesh.least_ranks or ranks)
     if slots > experts:
         raise ConfigError(
             f"--num-redundant-experts {redundant}: {ranks} ranks with {slots} slots each for the "

@@ -12,8 +12,10 @@ import torch
 
 from headrace.back.layers.moe.balance import Balancer
 from headrace.back.layers.moe.exchange import EXCHANGES
-from headrace.back.layers.moe.placement import imbalance
+from headrace.back.layers.moe.mixture import Mixture
+from headrace.back.layers.moe.placement import Placement, imbalance
 from headrace.back.parallel.mesh import Axis, Mesh, with_whole_experts
+from headrace.back.parallel.rounds import MixtureRounds
 from headrace.back.quant.parts import PartSchemes
 from headrace.base.errors import ConfigError
 from tests.back.layers.moe.test_split import (
@@ -25,6 +27,7 @@ from tests.back.layers.moe.test_split import (
     fill,
     rank_of,
 )
+from tests.back.parallel.test_rounds import Bells, Orders
 from tests.back.parallel.thread_ranks import run_threads
 
 RANKS = 2
@@ -132,6 +135,61 @@ def test_nothing_moves_for_equal_loads_and_steps_are_counted(
         return moves
 
     assert [len(one) for one in run_threads(monkeypatch, 1, rank_main)] == [2]
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_experts_follow_ranks_that_come_and_go(
+    exchange: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PAR-06, PAR-07: 2, 3, 2, 4 ranks with three slots each, for which two would do."""
+    spec, x_TE, counts = SPECS["shared"], tokens(), (2, 3, 2, 4)
+    _, params = build(spec, Mesh())
+    checkpoint = checkpoint_of(params)
+    orders = [Orders() for _ in range(4)]
+
+    def mixture_on(mesh: Mesh) -> Mixture:
+        mixture, params = build(spec, mesh)
+        fill(params, checkpoint)
+        mixture._scope.ledger.finish()
+        return mixture
+
+    def rank_main(rank: int, axis: Callable[..., Axis]) -> list[tuple[torch.Tensor, Placement]]:
+        mixture, found, bell = None, [], Bells(orders, rank)
+        for number, count in enumerate(counts):
+            if mixture is not None and count < counts[number - 1]:
+                mixture._scope.ledger.movable[0].leave_to(count)
+            if rank >= count:
+                mixture = None
+                continue
+            names, is_new = (f"numbers {number}", f"tokens {number}"), mixture is None
+            if mixture is None:
+                group: Any = object()
+                place = Axis(name="ep", size=rank + 1, rank=rank, group=group)
+                mesh = Mesh(
+                    ep=place if number else axis(names[1], count),
+                    token_exchange=exchange,
+                    rounds=MixtureRounds(Axis(name="ep"), alike=1, bell=bell),
+                    least_ranks=2,
+                    alone=number > 0,
+                )
+                mixture = mixture_on(mesh)
+            rounds, (experts,) = mixture._scope.mesh.rounds, mixture._scope.ledger.movable
+            assert isinstance(rounds, MixtureRounds)
+            rounds.renew(axis(names[0], count), bell)
+            if number or not is_new:
+                experts.share_with(axis(names[1], count))
+            own = x_TE[rank::count].contiguous()
+            found.append((mixture.mixed(own, own), experts.placement))
+        return found
+
+    alone = mixture_on(Mesh()).mixed(x_TE, x_TE)
+    by_rank = run_threads(monkeypatch, 4, rank_main)
+    for count in counts:
+        for rank in range(count):
+            ours, placement = by_rank[rank].pop(0)
+            assert (ours - alone[rank::count]).abs().max() <= 3e-6 * alone.abs().max()
+            assert [len(one) for one in placement] == [3] * count
+            assert {one for mine in placement for one in mine} == set(range(EXPERTS))
 
 
 def test_more_slots_than_experts_are_refused() -> None:
