@@ -81,7 +81,7 @@ def resolve_device(
         sequence_parallel=requested.sequence_parallel,
         expert_parallel=requested.enable_expert_parallel,
         token_exchange=_exchange(options, choose),
-        expert_balance=_expert_balance(options, kind),
+        expert_balance=_expert_balance(options),
         expert_group=_expert_group(requested),
         context=context_spec(options, model),
         threads=threads,
@@ -256,7 +256,7 @@ def _exchange(options: Options, choose: Chooser) -> str:
     return exchange
 
 
-def _expert_balance(options: Options, kind: str) -> ExpertBalanceSpec | None:
+def _expert_balance(options: Options) -> ExpertBalanceSpec | None:
     """How experts follow their loads; None: they do not."""
     requested = options.device
     redundant, steps = requested.num_redundant_experts, requested.expert_rebalance_steps
@@ -269,8 +269,6 @@ def _expert_balance(options: Options, kind: str) -> ExpertBalanceSpec | None:
             f"{asked} is about whole experts, which devices have with --enable-expert-parallel",
             field=field,
         )
-    if kind == "cuda":
-        raise ConfigError(f"{asked}: experts have moved on CPUs alone so far", field=field)
     if options.model.deterministic:
         raise ConfigError(
             f"{asked} does not go with --deterministic: which device computes an expert decides in "

@@ -72,10 +72,11 @@ def alone(model: Path) -> dict[int, Answer]:
         (MIXTURE, WHOLE),
         (MIXTURE, {**WHOLE, "all2all_backend": "padded"}),
         (MIXTURE, {**WHOLE, "all2all_backend": "allgather_reducescatter"}),
+        (MIXTURE, {**WHOLE, "expert_rebalance_steps": 5, "num_redundant_experts": 2}),
         (MIXTURE, SHARED),
         (MIXTURE, {**SHARED, "dcp_comm_backend": "ag_rs"}),
     ],
-    ids=["experts", "padded", "gathered", "latents", "latents, ag_rs"],
+    ids=["experts", "padded", "gathered", "moving", "latents", "latents, ag_rs"],
 )
 def test_ranks_on_gpus_write_what_one_writes(model: Path, device: dict[str, Any]) -> None:
     if torch.cuda.device_count() < device["tensor_parallel"]:

@@ -152,8 +152,8 @@ def test_what_sharing_out_the_context_does_not_go_with_is_named() -> None:
         resolved(device={**SHARED_CONTEXT, "pipeline_parallel": 2})
     found = resolved(device={**SHARED_CONTEXT, "enable_expert_parallel": True}).engine.device
     assert found.context is not None and found.context.ranks == 2 and found.expert_parallel
-    with pytest.raises(ConfigError, match="--expert-rebalance-steps 9: experts have moved on CPUs"):
-        resolved(CUDA, device={**MOVING_EXPERTS, "device": "cuda"})
+    on_gpus = resolved(CUDA, device={**MOVING_EXPERTS, "device": "cuda"}).engine.device
+    assert on_gpus.expert_balance == ExpertBalanceSpec(redundant=0, steps=9)
     moving = resolved(device={**MOVING_EXPERTS, "num_redundant_experts": 3}).engine.device
     assert moving.expert_balance == ExpertBalanceSpec(redundant=3, steps=9)
     lengths = [

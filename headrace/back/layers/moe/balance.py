@@ -179,13 +179,20 @@ class Balancer:
     def rearrange(self) -> int:
         """Moves the experts of every mixture whose loads ask for it; how many came here."""
         began, came = time.perf_counter(), 0
+        self._end_steps()
         for mixture in self._mixtures:
             new = mixture.better()
             if new is not None:
                 came += mixture.move(new)
+        self._end_steps()
         took_ms = 1000 * (time.perf_counter() - began)
         log.info("experts: %d came to this rank in %.0f ms", came, took_ms)
         return came
+
+    def _end_steps(self) -> None:
+        """On a GPU steps run on a stream of their own, and weights move between two of them."""
+        for device in {one.device for one in self._mixtures if one.device.type == "cuda"}:
+            torch.cuda.synchronize(device)
 
     @torch.inference_mode()
     def go_back(self) -> None:
