@@ -34,6 +34,10 @@ def chat(served: Served, **body: Any) -> Any:
     return answer.json()
 
 
+def models(served: Served, key: str = KEY) -> Any:
+    return ask(served, "/v1/models", method="GET", key=key).json()["data"]
+
+
 @pytest.mark.slow
 def test_a_stream_folds_to_the_full_answer(bundled: Served) -> None:
     for asked in (
@@ -73,6 +77,14 @@ def test_a_named_model_is_its_keys_own(bundled: Served) -> None:
     assert [json.loads(line)["status"] for line in made.text.splitlines()][-1] == "success"
     assert chat(bundled, model="short", messages=ADD, options={})["message"]["content"] == "4"
     assert ask(bundled, "/api/copy", source="short", destination="brief").status_code == 200
+    chats = "/v1/chat/completions"
+    answer = ask(bundled, chats, model="brief:latest", messages=ADD)
+    assert answer.json()["choices"][0]["message"]["content"] == "4", answer.text
+    assert ask(bundled, chats, key=OTHER, model="brief", messages=ADD).status_code == 404
+    cards = {card["id"]: card["parent"] for card in models(bundled)}
+    assert cards == {"demo": None, "short": "demo", "brief": "demo"}
+    assert [card["id"] for card in models(bundled, key=OTHER)] == ["demo"]
+    assert ask(bundled, "/v1/models/brief", method="GET").json()["root"] == "demo"
     shown = ask(bundled, "/api/show", model="brief").json()
     assert shown["system"] == "Be short." and shown["details"]["parent_model"] == "demo"
     assert 'stop """2"""' in shown["parameters"] and "completion" in shown["capabilities"]

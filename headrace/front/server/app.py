@@ -300,12 +300,15 @@ def posts(
     *bodies: type[msgspec.Struct],
     sockets: bool = False,
     queued: bool = False,
+    named: Writer | None = None,
 ) -> ApiRoute:
     """A route with a JSON body: read under its limits first, then handled until done or the client
     leaves. `queued`: it needs the engine and a place in its queue, and is refused by its headers
-    while that is full."""
+    while that is full. `named`: the body for one that names a model which is not served."""
 
     async def chosen(context: RequestContext, document: Any) -> Any:
+        if named is not None and _names_another(context, document):
+            document = await named(context, document)
         if context.services.models is not None:
             await context.choose_model(document, runs=queued)
         return await handler(context, document)
@@ -361,6 +364,12 @@ def administers(route: named.NamedRoute) -> ApiRoute:
         query=None if route.has_body else route.reads,
         defaults=route.fixed,
     )
+
+
+def _names_another(context: RequestContext, document: object) -> bool:
+    """Whether a body names a model that is not served."""
+    name = document.get("model") if isinstance(document, dict) else None
+    return isinstance(name, str) and name not in context.services.all_names
 
 
 async def _document(request: Request, context: RequestContext) -> object:

@@ -53,6 +53,7 @@ from headrace.front.server.native import health, infill, llama_cpp, requests, to
 from headrace.front.server.native.tokenize import DetokenizeRequest, TokenizeChatRequest
 from headrace.front.server.ollama import changes as ollama_changes
 from headrace.front.server.ollama import models as ollama_models
+from headrace.front.server.ollama import named_chat
 from headrace.front.server.ollama import pull as ollama_pull
 from headrace.front.server.ollama import routes as ollama
 from headrace.front.server.ollama import schema as ollama_schema
@@ -135,7 +136,13 @@ def table() -> list[ApiRoute]:
 def _generation() -> list[ApiRoute]:
     """What answers in words, by dialect, and batches of it."""
     return [
-        posts("/v1/chat/completions", chat.post_chat, ChatRequest, queued=True),
+        posts(
+            "/v1/chat/completions",
+            chat.post_chat,
+            ChatRequest,
+            queued=True,
+            named=named_chat.of_served_model,
+        ),
         posts("/v1/chat/completions/batch", batch.post_batch, batch.BatchChatRequest, queued=True),
         posts("/v1/completions", completions.post_completions, CompletionRequest, queued=True),
         posts("/v1/messages", anthropic.post_messages, MessagesRequest, queued=True),

@@ -102,7 +102,7 @@ def to_request(
         **sampling_fields(request, options, max_model_len=max_model_len),
     }
     fields = {key: value for key, value in document.items() if value is not None}
-    return TranslatedRequest(document=fields, places=places, names=_NAMES, stop=_stop(options))
+    return TranslatedRequest(document=fields, places=places, names=_NAMES, stop=stop_of(options))
 
 
 def to_conversation(
@@ -138,11 +138,23 @@ def to_completion(
         **fields,
     }
     known = {key: value for key, value in document.items() if value is not None}
-    return TranslatedRequest(document=known, names=_NAMES, stop=_stop(options))
+    return TranslatedRequest(document=known, names=_NAMES, stop=stop_of(options))
 
 
 def sampling_fields(request: OllamaCommon, options: OllamaOptions, *, max_model_len: int) -> Json:
-    """The fields of chats and completions for these options; those without a value are left out."""
+    """The fields of chats and completions for a request with these options; those without a value
+    are left out."""
+    fields = option_fields(options, max_model_len=max_model_len)
+    if request.format == "json":
+        fields["response_format"] = {"type": "json_object"}
+    elif isinstance(request.format, dict):
+        schema = {"name": "answer", "schema": request.format, "strict": True}
+        fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+    return fields
+
+
+def option_fields(options: OllamaOptions, *, max_model_len: int) -> Json:
+    """The same of options alone."""
     if options.num_ctx is not None and options.num_ctx > max_model_len:
         raise InvalidRequest(
             f"options.num_ctx: {options.num_ctx} given; this model's context has {max_model_len} "
@@ -155,11 +167,6 @@ def sampling_fields(request: OllamaCommon, options: OllamaOptions, *, max_model_
         fields["seed"] = options.seed
     if options.num_predict is not None and options.num_predict >= 0:
         fields["max_tokens"] = min(options.num_predict, max_model_len)
-    if request.format == "json":
-        fields["response_format"] = {"type": "json_object"}
-    elif isinstance(request.format, dict):
-        schema = {"name": "answer", "schema": request.format, "strict": True}
-        fields["response_format"] = {"type": "json_schema", "json_schema": schema}
     return {name: value for name, value in fields.items() if value is not None}
 
 
@@ -178,7 +185,8 @@ def _repetition(options: OllamaOptions) -> float | None:
     )
 
 
-def _stop(options: OllamaOptions) -> tuple[str, ...]:
+def stop_of(options: OllamaOptions) -> tuple[str, ...]:
+    """The texts that end an answer."""
     stop = options.stop or ()
     return (stop,) if isinstance(stop, str) else tuple(stop)
 

@@ -58,14 +58,34 @@ def _pooled_card(services: Services, name: str, place: ModelPlace, state: Served
 
 
 async def get_models(context: RequestContext, request: Request) -> Response:
-    """All names that are served; of several models also what becomes of each."""
-    data = await _cards(context.services)
+    """All names that are served, and those that this key has made (/api/create); of several models
+    also what becomes of each."""
+    data = [*await _cards(context.services), *await _named_cards(context)]
     return json_response({"object": "list", "data": data})
+
+
+async def _named_cards(context: RequestContext) -> list[Json]:
+    """Names of a served model that the key of this request has made."""
+    services = context.services
+    if services.store is None:
+        return []
+    return [
+        {
+            **{"id": named.name, "object": "model", "created": int(named.changed_at)},
+            **{"owned_by": "headrace", "root": named.base, "parent": named.base},
+            "permission": [],
+        }
+        for named in await services.store.named_models.all(context.tenant)
+        if named.base in services.all_names
+    ]
 
 
 async def get_model(context: RequestContext, request: Request) -> Response:
     """One of them; 404 with code model_not_found otherwise."""
     services, name = context.services, request.path_params["id"]
+    for card in await _named_cards(context):
+        if card["id"] == name:
+            return json_response(card)
     if services.models is None:
         return json_response(_card(services, services.model_name(name)))
     services.models.check(name)
