@@ -11,6 +11,7 @@ import msgspec
 
 from headrace.base.config.checkpoint_parts import all_weight_files
 from headrace.base.config.gguf import GGUFFile
+from headrace.base.config.gguf_types import KEPT_BITS
 from headrace.base.config.quantization_formats import stored_quantization
 from headrace.base.config.quantized_tensors import QuantizedTensor, find_quantized
 from headrace.base.config.safetensors_header import StoredTensor
@@ -53,11 +54,16 @@ def safetensors_stored(folder: Path, config: Mapping[str, Any]) -> Stored:
 
 
 def gguf_stored(file: GGUFFile) -> Stored:
-    """Of a GGUF file; its types are its own."""
+    """Of a GGUF file, whose types are its own; narrow ones take more once loaded."""
     tensors = file.tensors.values()
+    kept = (
+        math.prod(tensor.shape) * KEPT_BITS[tensor.type.name] / 8 - tensor.num_bytes
+        for tensor in tensors
+        if tensor.type.name in KEPT_BITS
+    )
     return Stored(
         num_params=sum(math.prod(tensor.shape) for tensor in tensors),
-        num_bytes=sum(tensor.num_bytes for tensor in tensors),
+        num_bytes=sum(tensor.num_bytes for tensor in tensors) + int(sum(kept)),
         dtype=None,
     )
 

@@ -61,3 +61,12 @@ TYPES: Final[Mapping[int, GGUFType]] = {
         (42, "Q2_0", 64, 18),
     )
 }
+
+KEPT_BITS: Final[Mapping[str, float]] = {
+    **dict.fromkeys(("IQ1_S", "IQ2_XXS", "IQ3_XXS", "IQ3_S"), 8.5),
+    **dict.fromkeys(("TQ1_0", "TQ2_0", "Q1_0"), 4.125),
+    "Q2_0": 4.25,
+    **dict.fromkeys(("IQ1_M", "IQ2_XS", "IQ2_S"), 16),
+}
+"""Bits of an element once loaded, of types that no kernel reads as they are (the last row on CPUs;
+GPUs keep 9)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from headrace.back.quant.formats.floats4 import E2M1
 from headrace.back.quant.gguf_kept import KEPT_TYPES
 from headrace.back.quant.kept import PANEL_SCHEMES, KeptWeight
 from headrace.base.config.gguf_types import TYPES
+from headrace.launch.locate import LocatedModel
+from headrace.launch.model_facts import read_model_facts
 from tests.back.models.load.checkpoints import tiny_model, write_gguf
 from tests.back.models.load.test_gguf_blocks import WIDE, gguf_spec, run
 
@@ -119,3 +122,18 @@ def test_logits_are_those_of_the_widened_weights(name: str, tmp_path: Path) -> N
         widened, _ = load_model(spec, mesh=Mesh(), device=CPU, block_tokens=16)
     wide = run(widened)
     assert (kept - wide).norm() < 0.05 * wide.norm()  # inputs are rounded to int8
+
+
+@pytest.mark.skipif(
+    native.unsupported("cpu", torch.float32) is not None, reason="no native kernels"
+)
+@pytest.mark.parametrize("name", ["IQ3_S", "TQ2_0"])
+def test_the_plan_counts_what_narrow_types_take_once_loaded(name: str, tmp_path: Path) -> None:
+    path = file_of(tmp_path / "m.gguf", name)
+    facts = read_model_facts(LocatedModel(path=path, name="m", format="gguf"))
+    model, _ = load_model(gguf_spec(path), mesh=Mesh(), device=CPU, block_tokens=16)
+    taken = sum(
+        param.packed_bytes or math.prod(param.shape) * param.dtype.itemsize
+        for param in model.weights.params
+    )
+    assert taken == pytest.approx(facts.weight_bytes, rel=0.05)
