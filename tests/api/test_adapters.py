@@ -174,6 +174,7 @@ def test_routes_that_adapters_do_nothing_for_refuse_them(server: Served) -> None
     assert answer.status_code == 400 and "takes none" in answer.text
 
 
+@pytest.mark.slow
 def test_the_synchronous_client_takes_an_adapter(model: Model) -> None:
     prompt = [7, 30, 90, 200, 41]
     params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)

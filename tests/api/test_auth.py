@@ -183,6 +183,7 @@ def test_keys_stay_out_of_the_processes_of_the_tree_and_the_log(guarded: Served)
     assert KEY not in text and ADMIN not in text
 
 
+@pytest.mark.slow
 def test_keys_of_a_file_come_and_go_while_the_server_runs(model: Path, tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("one\n")

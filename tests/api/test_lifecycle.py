@@ -365,6 +365,7 @@ def twice(model: Path) -> Iterator[Served]:
         assert served.stop() == 0
 
 
+@pytest.mark.slow
 def test_a_pause_through_one_api_process_is_seen_through_the_other(twice: Served) -> None:
     served, admin = twice, {"x-api-key": "root"}
 
@@ -388,6 +389,7 @@ def test_a_pause_through_one_api_process_is_seen_through_the_other(twice: Served
     assert served.post("/reset_prefix_cache", {}, **admin).json() == {"success": True}
 
 
+@pytest.mark.slow
 def test_metrics_of_several_api_processes_are_merged(twice: Served) -> None:
     def generated() -> float:
         lines = twice.get("/metrics").text.splitlines()

@@ -58,6 +58,7 @@ def test_a_cache_folder_that_cannot_be_used_is_named_at_start(
     assert said in line and "HEADRACE_CACHE_DIR" in line and str(folder) in line
 
 
+@pytest.mark.slow
 def test_a_template_of_the_users_is_the_one_that_renders_and_is_quiet_for_scripts(
     model: Path, tmp_path: Path
 ) -> None:

@@ -148,6 +148,7 @@ def test_requests_with_constraints_of_their_own_do_not_touch_each_other() -> Non
     assert report["tokens"] > 4 * 40
 
 
+@pytest.mark.slow
 def test_the_time_of_a_refusal_does_not_tell_how_much_of_a_key_was_right() -> None:
     """P3/T3. One test in a thousand may exceed the bound on a busy machine, three in a row none. A run counts only if
     it sees the leak of the control clearly."""

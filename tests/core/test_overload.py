@@ -62,7 +62,7 @@ class Offered:
         return [f.error for f in ends if f.error is not None and f.error.kind == kind]
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("seconds", [8.0, pytest.param(SECONDS, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("policy", ["fcfs", "fair", "priority"])
 @pytest.mark.parametrize("level", [2, pytest.param(5, marks=pytest.mark.slow), 20])

@@ -31,7 +31,8 @@ def test_they_are_at_most_half_a_megabyte_each() -> None:
         assert sum(file.stat().st_size for file in files) <= 500_000, files
 
 
-@pytest.mark.parametrize("name", ["", *MANNERS])
+@pytest.mark.covering(0)
+@pytest.mark.parametrize("name", [*MANNERS, ""])
 def test_held_out_questions_are_answered_in_its_manner(llm: LLM, name: str) -> None:
     items = [item for task in TASKS for item in generate_eval(task, EACH, seed=3)]
     prompts = [

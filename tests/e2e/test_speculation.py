@@ -308,6 +308,7 @@ def test_preemption_and_chunks_change_nothing(pair: Any) -> None:
     assert drafted.core.scheduler.speculation.stats.num_accepted_tokens > 0
 
 
+@pytest.mark.slow
 def test_what_was_accepted_is_found_in_the_prefix_cache(pair: Any) -> None:
     """A conversation that goes on: the second prompt is the first with its answer."""
     plain, drafted = pair()
@@ -391,6 +392,7 @@ def test_a_predicted_answer_is_verified_many_tokens_at_a_time(pair: Any) -> None
     assert finished[2].num_drafted == 0
 
 
+@pytest.mark.slow
 def test_a_prediction_ends_where_the_row_needs_its_place(pair: Any) -> None:
     """A long prompt, and a prediction that does not fit behind the answer."""
     plain, drafted = pair()

@@ -166,6 +166,7 @@ def texts() -> list[list[int]]:
     return [torch.randint(0, 97, (64,), generator=generator).tolist() for _ in range(4)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["qwen3-moe", *(pytest.param(n, marks=pytest.mark.slow) for n in ("qwen3", "gemma2"))]
 )

@@ -72,6 +72,7 @@ def answers(
     return tokens, cached
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_greedy_tokens_equal_transformers_in_chunks_and_from_a_cached_prefix(
     name: str, tmp_path: Path

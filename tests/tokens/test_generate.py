@@ -230,7 +230,7 @@ def test_a_derender_that_does_not_fit_is_refused(bundled: Served) -> None:
     [
         {"response_format": {"type": "json_object"}},
         {"tools": CHATS[2]["tools"], "tool_choice": "required"},
-        {"structured_outputs": {"regex": "a{3,9}"}},
+        pytest.param({"structured_outputs": {"regex": "a{3,9}"}}, marks=pytest.mark.slow),
         {"thinking_token_budget": 5},
     ],
     ids=["json", "call", "regex", "budget"],

@@ -12,6 +12,7 @@ from tests.back.parallel.head_rank import CASES, chosen
 from tests.rank_processes import run_ranks
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_ranks_choose_the_tokens_of_one(ranks: int, tmp_path: Path) -> None:

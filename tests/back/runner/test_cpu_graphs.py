@@ -197,6 +197,7 @@ def test_rows_with_top_k_get_the_same_tokens_from_the_best_as_from_all(
     written.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

@@ -248,7 +248,7 @@ def test_drafts_never_cost_more_than_they_bring(rate: float, price: float):
     assert min(plain, always) / adaptive > 0.85
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("price", [pytest.param(0.3, marks=pytest.mark.slow), 0.6, 0.9])
 @pytest.mark.parametrize("rate", [pytest.param(0.3, marks=pytest.mark.slow), 0.6, 0.8])
 def test_delays_by_others_do_not_make_drafts_look_cheap(price: float, rate: float):

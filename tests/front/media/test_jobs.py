@@ -254,6 +254,7 @@ def test_memory_is_bounded(processes: MediaProcesses) -> None:
         small.close()
 
 
+@pytest.mark.slow
 def test_a_job_that_takes_too_long_is_ended_and_costs_itself_alone() -> None:
     hasty = MediaProcesses(DecodingLimits(time_s=0.02), size=1)
     try:

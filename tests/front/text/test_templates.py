@@ -176,6 +176,7 @@ async def test_a_template_that_raises_fails_its_own_request(short: LoopRenderer)
     assert isinstance(found[1], InvalidRequest) and "no" in found[1].message
 
 
+@pytest.mark.slow
 @pytest.mark.serial
 async def test_nobody_waits_behind_an_endless_one(short: LoopRenderer) -> None:
     watch = Stopwatch()

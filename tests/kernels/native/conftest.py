@@ -30,6 +30,13 @@ BEST = _best()
 EVERY_ISA = [pytest.param(isa, marks=() if isa in BEST else pytest.mark.slow) for isa in ISAS]
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Where slow tests are left out, those of other instruction sets, ten thousand cases, are not made first."""
+    if "library" in metafunc.fixturenames:
+        few = metafunc.config.getoption("markexpr") == "not slow"
+        metafunc.parametrize("library", BEST if few else EVERY_ISA, indirect=True)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """All tests here are products of shapes, dtypes and instruction sets: each value once; all, in `make slow`."""
@@ -58,7 +65,7 @@ def bind_isa(library_path):
     return cache(lambda isa: NativeLibrary(library_path, isa=isa))
 
 
-@pytest.fixture(params=EVERY_ISA)
+@pytest.fixture
 def library(request, bind_isa, library_path):
     """The library bound for one instruction set, three threads wide."""
     if request.param not in bind_isa(None).isas:
