@@ -23,7 +23,7 @@ from headrace.back.layers.chosen_positions import ChosenPositions, ChosenSizes
 from headrace.back.layers.decode_context import DecodeContext, split_context
 from headrace.back.layers.heads_cache import bind_kv_write, cached_heads
 from headrace.back.layers.indexer import ChoiceSpec
-from headrace.back.layers.linear import ColumnLinear, RowLinear
+from headrace.back.layers.linear import ColumnLinear, QKVProjection, RowLinear
 from headrace.back.layers.mutual_attention import bind_attention
 from headrace.back.layers.norm import RMS_NO_WEIGHT, RMSNorm, SplitRMSNorm
 from headrace.back.layers.output_gate import OutputGate
@@ -49,10 +49,8 @@ class AttentionSpec:
     slopes     of ALiBi, one per query head; none: scores have no bias of position
     sinks      a learned score per head, beside those of the positions, takes part in the softmax
     out_norm   of what all heads give together: its name, and its epsilon
-    value_dim  dimensions of a head's value, where they are fewer than `head_dim`; the cache holds
-               zeros behind them
-    value_scale  what values are multiplied with
-    out_scale    what the weight that leads back is multiplied with
+    value_dim  of a head's value, where it is less than `head_dim`; zeros are cached behind it
+    value_scale, out_scale  what values, and the weight that leads back, are multiplied with
     value_eps    of a norm without weight over each value; None: there is none
     keys_are_values  what goes into that norm is what goes into the keys'
     chooser    says which positions are read; None: all are
@@ -99,9 +97,7 @@ class AttentionSpec:
     @property
     def cache_kind(self) -> str:
         """Which tokens of its cache are kept (core/kv/kinds)."""
-        if self.chunk:
-            return "chunked"
-        return "window" if self.window else "full"
+        return "chunked" if self.chunk else "window" if self.window else "full"
 
     def build(
         self, scope: Scope, cache: int, *, norm: RMSNorm | None = None, adds: bool = False
@@ -137,6 +133,15 @@ class AttentionSpec:
         far = self.chooser or self.slopes or self.position_bias or self.late_length
         return split_context(scope, self.kv_heads, whole=bool(far or self.window or self.chunk))
 
+    def choice(self, scope: Scope, layer: int) -> ChosenPositions | None:
+        """Of positions, if it reads chosen ones."""
+        if self.chooser is None:
+            return None
+        sizes = ChosenSizes(
+            width=self.width, head_dim=self.head_dim, kv_heads=self.kv_heads, scale=self.scale
+        )
+        return ChosenPositions(scope, layer, self.chooser, sizes)
+
     def problem(
         self, scope: Scope, *, heads: int, kv_heads: int, sinks: bool = False
     ) -> AttentionProblem:
@@ -161,16 +166,6 @@ class AttentionSpec:
         )
 
 
-def chosen_positions(scope: Scope, layer: int, spec: AttentionSpec) -> ChosenPositions | None:
-    """The choice of positions of this attention, if it has one."""
-    if spec.chooser is None:
-        return None
-    sizes = ChosenSizes(
-        width=spec.width, head_dim=spec.head_dim, kv_heads=spec.kv_heads, scale=spec.scale
-    )
-    return ChosenPositions(scope, layer, spec.chooser, sizes)
-
-
 class Attention:
     """x_TE -> y_TE: projects, norms, rotates, writes the step's KV, attends, projects back.
 
@@ -193,27 +188,15 @@ class Attention:
         q, k, *_ = parts = spec.parts
         value_dim = spec.value_dim or spec.head_dim
         self._layer, self._spec, self._scope = layer, spec, scope
-        self._chosen = chosen_positions(scope, layer, spec)
-        if self._chosen is not None:
-            norm = None  # its indexer reads what the norm gives, too
+        self._chosen = spec.choice(scope, layer)
+        norm = None if self._chosen is not None else norm  # its indexer reads what that gives, too
         self._context = spec.shared_context(scope)
         self._split = [local_units(part, scope.mesh.tp) for part in parts]
         self._heads, self._kv_heads = self._split[:2]
         self._cache_scales = scope.cache_scales_of(spec.kv_heads)
         gates = () if spec.gate is None else (spec.gate.part(spec.heads, value_dim),)
         tiled = names.tiles(spec.heads, spec.kv_heads)
-        own = names.own_tensor(spec.heads, tiled, gated=bool(spec.gate and not spec.gate.name))
-        self._qkv = ColumnLinear(
-            scope,
-            spec.width,
-            (*parts, *gates),
-            bias=spec.qkv_bias,
-            merged=names.merged,
-            groups=spec.kv_heads if names.by_group else 1,
-            tensors=() if own is None else (own,),
-            transposed=names.transposed,
-            norm=norm,
-        )
+        self._qkv = self._projection((*parts, *gates), tiled, norm)
         self._out = RowLinear(
             scope / names.out,
             Part(names.out, spec.heads * value_dim, spec.heads),
@@ -294,6 +277,24 @@ class Attention:
         if self._out_norm is not None:
             y_TX = self._out_norm.norm(y_TX)
         return self._out.project_into(y_TX, residual_TE)
+
+    def _projection(
+        self, parts: tuple[Part, ...], tiled: tuple[int, int], norm: RMSNorm | None
+    ) -> QKVProjection:
+        """Queries, keys, values and gates of x."""
+        spec, names = self._spec, self._spec.names
+        own = names.own_tensor(spec.heads, tiled, gated=bool(spec.gate and not spec.gate.name))
+        return ColumnLinear(
+            self._scope,
+            spec.width,
+            parts,
+            bias=spec.qkv_bias,
+            merged=names.merged,
+            groups=spec.kv_heads if names.by_group else 1,
+            tensors=() if own is None else (own,),
+            transposed=names.transposed,
+            norm=norm,
+        )
 
     def _separately(
         self, qkv_TC: torch.Tensor, batch: Batch, kv: torch.Tensor, slot_T: torch.Tensor

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Protocol
 
 import torch
 
@@ -48,6 +49,14 @@ def tiled_rows(size: int, groups: int, tiles: int) -> Iterator[tuple[int, int, i
     for tile in range(tiles):
         for group in range(groups):
             yield (tile * groups + group) * rows, (group * tiles + tile) * rows, rows
+
+
+class QKVProjection(Protocol):
+    """What stands in front of an attention: see ColumnLinear."""
+
+    project: Linear
+    sizes: list[int]
+    norms: bool
 
 
 class ColumnLinear:

@@ -23,17 +23,20 @@ class OutputGate:
     query and its gate. `act`: what takes the sigmoid's place, one of op gated_norm's. `bias`: the
     tensor of a number for each head that is added to its gates; None: there is none. `norm_eps`: of
     a root mean square norm without weight of what each head gives, before the gate, of which there
-    is one for each value then; None: there is none."""
+    is one for each value then; None: there is none. `scale`: what the projection's weight is
+    multiplied with."""
 
     name: str | None = None
     per_head: bool = False
     act: str = "sigmoid"
     bias: str | None = None
     norm_eps: float | None = None
+    scale: float = 1.0
 
     def part(self, heads: int, values: int) -> Part:
         """The projection, in global sizes."""
-        return Part(self.name or "gate", heads * (1 if self.per_head else values), heads)
+        size = heads * (1 if self.per_head else values)
+        return Part(self.name or "gate", size, heads, scale=self.scale)
 
     def build(self, scope: Scope, heads: int, values: int) -> HeadsGate:
         """Of so many heads, of which a rank holds its share."""

@@ -60,7 +60,7 @@ EXPERTS_PUBLISHED: Mapping[str, str] = {
     "ArcticForCausalLM": "arctic",
     "MiniMaxM3SparseForCausalLM": "minimax_m3",
     **dict.fromkeys(("MiMoV2ForCausalLM", "MiMoV2OmniForCausalLM"), "mimo_v2_flash"),
-    "DeepseekForCausalLM": "deepseek_moe",
+    **{"DeepseekForCausalLM": "deepseek_moe", "K2HorizonForCausalLM": "k2_horizon"},
     **dict.fromkeys(("BailingMoeForCausalLM", "BailingMoeV2ForCausalLM"), "bailing_moe"),
     "Param2MoEForCausalLM": "bailing_moe",
     **{"GroveMoeForCausalLM": "grove_moe", "SmallThinkerForCausalLM": "smallthinker"},

@@ -40,11 +40,6 @@ MISSING = (
         needs="its tower before DeepSeek V4",
     ),
     Missing(
-        family="K2 Horizon",
-        names=("K2HorizonForCausalLM",),
-        needs="values that experts make for the attention, and norms of the residual in groups",
-    ),
-    Missing(
         family="Intern-S1-Pro",
         names=("InternS1ProForConditionalGeneration",),
         needs="rotations that are sums of several frequencies (FoPE)",
