@@ -3,6 +3,7 @@ that cut an image, behind a prefix hit, beside text."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -201,6 +202,26 @@ def seen(
     engine = SeeingEngine(folder)
     yield Seen(case=case, folder=folder, oracle=oracle, engine=engine)
     engine.close()
+
+
+def test_intern_s2_is_qwen_3_5_without_its_time_series(tmp_path: Path) -> None:
+    case = CASES["qwen3.5-moe"]
+    oracle = save_case(case, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["text_config"]["model_type"] = "interns2_preview_text"
+    config |= {"architectures": ["InternS2PreviewForConditionalGeneration"]}
+    config |= {"model_type": "intern_s2_preview", "ts_config": {"out_hidden_size": 48}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    file = tmp_path / "model.safetensors"
+    unread = ("model.time_series.encoder.weight", "time_series_forecaster.head.weight")
+    save_file(load_file(file) | {name: torch.zeros(1) for name in unread}, file)
+    engine = SeeingEngine(tmp_path)
+    try:
+        seen = Seen(case=case, folder=tmp_path, oracle=oracle, engine=engine)
+        prompt = two_images(seen)
+        compare_answers(engine.run(prompt)[0], seen.expected(prompt))
+    finally:
+        engine.close()
 
 
 def as_published(path: Path) -> None:

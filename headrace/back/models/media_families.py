@@ -15,6 +15,7 @@ WITH_MEDIA: Mapping[str, str] = {
     "Qwen3VLMoeForConditionalGeneration": "qwen3_vl",
     "Qwen3_5ForConditionalGeneration": "qwen3_5",
     "Qwen3_5MoeForConditionalGeneration": "qwen3_5",
+    "InternS2PreviewForConditionalGeneration": "qwen3_5",
     "Glm4vForConditionalGeneration": "glm4v",
     "Glm4vMoeForConditionalGeneration": "glm4v",
     "Glm46VForConditionalGeneration": "glm4v",

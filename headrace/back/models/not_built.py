@@ -77,7 +77,7 @@ MISSING = (
             *("CheersForConditionalGeneration", "Cosmos3ForConditionalGeneration"),
             *("Eagle2_5_VLForConditionalGeneration", "GLM4VForCausalLM", "H2OVLChatModel"),
             *("Granite4VisionForConditionalGeneration", "IsaacForConditionalGeneration"),
-            *("InternS2MobiusForConditionalGeneration", "InternS2PreviewForConditionalGeneration"),
+            "InternS2MobiusForConditionalGeneration",
             *("KananaVForConditionalGeneration", "KeyeForConditionalGeneration"),
             *("KeyeVL1_5ForConditionalGeneration", "Llama_Nemotron_Nano_VL"),
             *("LlavaOnevision2ForConditionalGeneration", "MiniMaxVL01ForConditionalGeneration"),

@@ -31,10 +31,13 @@ DELTA = DeltaNames(
     out="out_proj",
 )
 
+TIME_SERIES = r"(model\.)?time_series(_forecaster)?\..*"
+"""Of Intern-S2, whose time series are not read."""
+
 
 def build(scope: Scope, config: ConfigReader) -> Decoder:
     """Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM, Qwen3_5ForConditionalGeneration,
-    Qwen3_5MoeForConditionalGeneration."""
+    Qwen3_5MoeForConditionalGeneration, InternS2PreviewForConditionalGeneration."""
     if "vision_config" not in config:
         return _decoder(scope, config)
     text, vision = parts_of(config)
@@ -64,7 +67,7 @@ def _decoder(scope: Scope, config: ConfigReader) -> Decoder:
         sizes=sizes,
         layers=layers,
         norm=RMS_UNIT_OFFSET,
-        ignored=(DRAFTS,),
+        ignored=(DRAFTS, TIME_SERIES),
         draft_layer=qwen_draft_layer(scope, config, sizes, feed_forward),
     )
     return Decoder(scope, spec)
