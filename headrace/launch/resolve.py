@@ -407,7 +407,8 @@ def _kv_bytes(weight_bytes: int, machine: MachineFacts, device_spec: DeviceSpec)
     """Memory for the KV cache of one worker. On CUDA the workers measure again after loading."""
     if device_spec.device == "cpu":
         return max(MIN_KV_BYTES, int(machine.free_bytes * CPU_KV_SHARE) - weight_bytes // 4)
-    weights = weight_bytes // device_spec.world_size
+    group = device_spec.expert_group  # all cores have a part of the experts, most of the weights
+    weights = weight_bytes // (device_spec.world_size * (1 if group is None else group.cores))
     assert device_spec.memory_bytes is not None
     room = device_spec.memory_bytes - weights - RESERVE_BYTES
     if room < MIN_KV_BYTES:

@@ -121,6 +121,16 @@ def test_engine_cores_share_out_experts() -> None:
     assert copies.replicas == 3 and copies.engine.device.expert_group is None
 
 
+def test_experts_of_all_cores_need_not_fit_on_one_gpu() -> None:
+    big = msgspec.structs.replace(MODEL, weight_bytes=int(1.5 * CUDA.free_bytes))
+    machine = msgspec.structs.replace(CUDA, count=2)
+    copies: dict[str, Any] = {"device": "cuda", "data_parallel": 2}
+    with pytest.raises(ConfigError, match="leave no room for the KV cache"):
+        resolve(options(device=copies), big, machine)
+    shared = options(device={**copies, "enable_expert_parallel": True})
+    assert resolve(shared, big, machine).engine.kv.memory_bytes
+
+
 @pytest.mark.parametrize(
     ("groups", "words"),
     [

@@ -14,7 +14,7 @@ from headrace.back.parallel.process_groups import end_group, new_group
 from headrace.back.parallel.rounds import MixtureRounds, Ring, SocketBell
 from headrace.base.errors import EngineDead
 
-JOIN_TIMEOUT_S = 600.0
+JOIN_TIMEOUT_S = 1800.0
 """Until all have started; and until one that is late comes to a round."""
 
 

@@ -30,7 +30,9 @@ def serve(tmp_path: Path, tokenizer: Tokenizer) -> Callable[..., Any]:
     """An AsyncLLM over three cores, of which the first is always there; the parent does what it is asked at once."""
 
     @asynccontextmanager
-    async def serve(*, fails: bool = False, **hello: Any) -> AsyncIterator[Started]:
+    async def serve(
+        *, fails: bool = False, share: bool = False, **hello: Any
+    ) -> AsyncIterator[Started]:
         cores = [ScriptedCore(tmp_path / f"core{i}", spell([7, 8])) for i in range(3)]
         text = TextSpec(
             tokenizer_path="",
@@ -42,7 +44,9 @@ def serve(tmp_path: Path, tokenizer: Tokenizer) -> Callable[..., Any]:
             max_model_len=256,
         )
         paths = [core.path for core in cores]
-        llm = AsyncLLM(text, paths, limits=LIMITS, tokenizer=tokenizer, replicas=1)
+        llm = AsyncLLM(
+            text, paths, limits=LIMITS, tokenizer=tokenizer, replicas=1, share_experts=share
+        )
         asked, there = [1], [True, False, False]
         tasks: list[asyncio.Task[None]] = []
 
@@ -106,6 +110,40 @@ async def test_a_drain_that_takes_too_long_is_undone(serve: Any) -> None:
             await waiting
         assert caught.value.status == 408 and asked == [1, 2] and not llm.replicas.scaling
         await cores[1].start()
+
+
+async def test_a_drain_without_time_leaves_cores_that_take_requests(serve: Any) -> None:
+    """They may not even have heard of it, and have nothing to tell of its end."""
+    async with serve() as (llm, cores, _):
+        await llm.replicas.scale(2, drain_s=1.0)
+        cores[1].replies["undo_drain"] = {}
+        with pytest.raises(DrainTimeout):
+            await llm.replicas.scale(1, drain_s=0)
+        assert llm.connected == (2, 2) and not llm.degraded
+
+
+async def test_cores_that_share_out_experts_drain_meet_and_go_on(
+    serve: Any, tmp_path: Path
+) -> None:
+    """Those that come or go are there while the experts change places."""
+    async with serve(share=True) as (llm, cores, asked):
+        for core in cores:
+            core.replies |= {"undo_drain": {}, "share_experts": {}}
+        await llm.replicas.scale(3, drain_s=1.0)
+        assert llm.connected == (3, 3) and not llm.degraded
+        await llm.replicas.scale(3, drain_s=1.0)
+        await llm.replicas.scale(2, drain_s=1.0)
+        assert llm.connected == (2, 2) and not llm.degraded and asked == [1, 3, 3, 3, 2]
+        began = ["drain", "share_experts", "undo_drain"]
+        first, _, last = (
+            [c.operation for c in core.calls if c.operation in began] for core in cores
+        )
+        assert first == 2 * began and last == [*began[1:], *began[:2]]
+        shared = [call.arguments for call in cores[1].calls if call.operation == "share_experts"]
+        assert [one["cores"] for one in shared] == [3, 2]
+        folders = {Path(one["folder"]) for one in shared}
+        assert len(folders) == 2 and all(one.parent == tmp_path for one in folders)
+        assert all(one.is_dir() for one in folders)
 
 
 @pytest.mark.parametrize("count", [0, 4])

@@ -114,8 +114,9 @@ async def config(context: RequestContext, asked: NoParameters) -> Json:
         "pp": engine["device"].get("pipeline_parallel", 1),
         "dp": 1 if (cores := context.services.replicas) is None else len(cores.expected),
     }
-    whole = engine["device"].get("expert_parallel", False)
-    return {**short, "ep": short["tp"] if whole else 1, **resolved}
+    whole, group = (engine["device"].get(name) for name in ("expert_parallel", "expert_group"))
+    ranks = short["tp"] * (short["dp"] if group else 1)
+    return {**short, "ep": ranks if whole else 1, **resolved}
 
 
 async def queue(context: RequestContext, asked: NoParameters) -> Json:
