@@ -41,6 +41,7 @@ from headrace.base.wire.request import (
 )
 from headrace.base.wire.sampler_chain import SAMPLERS
 from headrace.base.wire.step import WorkerFacts
+from headrace.core.blockwise import check_blockwise
 from headrace.core.capture_checks import check_capture
 from headrace.core.kv.manager import KVManager
 from headrace.core.media_checks import check_media, check_spectrogram
@@ -66,6 +67,8 @@ def check_request(request: EngineRequest, facts: WorkerFacts, kv: KVManager) -> 
     _check_stop(request, facts.logits_width)
     check_sampling(request.sampling, facts.logits_width)
     _check_pooling(request, facts)
+    if facts.block_length:
+        check_blockwise(request)
     if facts.encoder_tokens or facts.spectrogram or request.encoder:
         _check_encoder(request.encoder, facts)
     num_prompt = len(request.prompt) // TOKEN_BYTES

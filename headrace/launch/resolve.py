@@ -21,7 +21,6 @@ from headrace.base.config.resolved import (
     GrammarSpec,
     KVSpec,
     ModelSpec,
-    OffloadSpec,
     Resolved,
     SchedulerSpec,
     ServerSpec,
@@ -41,6 +40,7 @@ from headrace.front.text.parsing.families import (
 from headrace.launch.adapters import adapter_spec
 from headrace.launch.chooser import Chooser
 from headrace.launch.control_vectors import control_spec
+from headrace.launch.denoising import check_denoising, with_denoising
 from headrace.launch.drafters import DraftCheckpoint
 from headrace.launch.encoder_decoder import alignment_heads, longest_heard, suppressed_ids
 from headrace.launch.generation_defaults import generation_defaults
@@ -97,9 +97,9 @@ def resolve(
     machine: MachineFacts,
     draft: DraftCheckpoint | None = None,
 ) -> Resolved:
-    """The resolved tree; ConfigError where options contradict each other, model or machine.
-    `draft`: the weights that draft, where there are any."""
+    """The resolved tree; ConfigError for contradictions. `draft`: the weights that draft."""
     choose = Chooser()
+    check_denoising(options, model)
     device_spec = resolve_device(options, model, machine, choose)
     dtype = choose.pick("--dtype", options.model.dtype, model.dtype, "the checkpoint's type")
     text = text_spec(options, model, choose)
@@ -139,8 +139,8 @@ def resolve(
         grammar=_grammar(options, text),
         extensions=options.model.extensions,
     )
-    offload = offload_spec(options, model, device_spec, engine.kv)
-    engine = computing_all(_finished(engine, options, model, offload), choose)
+    engine = with_denoising(_finished(engine, options, model), options, model, choose)
+    engine = computing_all(engine, choose)
     speculation = speculation_spec(options, model, engine, draft, choose)
     engine = check_modes(replace(engine, speculation=speculation), options, model, text)
     return Resolved(
@@ -195,16 +195,14 @@ def text_spec(options: Options, model: ModelFacts, choose: Chooser) -> TextSpec:
     )
 
 
-def _finished(
-    engine: EngineSpec, options: Options, model: ModelFacts, offload: OffloadSpec | None
-) -> EngineSpec:
+def _finished(engine: EngineSpec, options: Options, model: ModelFacts) -> EngineSpec:
     """With which weights lie in host memory, which parts are quantized in other ways than the rest,
     how media are encoded, what is added to residuals, and what of the model is told."""
     spec = replace(
         engine.model,
         routed_experts=options.model.enable_return_routed_experts,
         quantization_parts=options.model.quantization_config,
-        offload=offload,
+        offload=offload_spec(options, model, engine.device, engine.kv),
         image_norm=None if model.media is None else model.media.norm,
         shares_encoder=options.model.mm_encoder_tp_mode == "data",
         vision_path=model.vision_path,

@@ -636,7 +636,9 @@ def test_diffusion_decoders_are_refused_with_the_reason() -> None:
     """Not for the code that their checkpoints bring: no setting makes them run."""
     config = {**SHAPE, "architectures": ["DreamModel"], "auto_map": {"AutoModel": "a.B"}}
     located = LocatedModel(path=Path("none"), name="m", format="dummy")
-    with pytest.raises(CheckpointError, match="DreamModel is not built: it fills in many tokens"):
+    with pytest.raises(
+        CheckpointError, match="DreamModel is not built: it needs passes over a whole"
+    ):
         describe(located, config, {}, None)
 
 

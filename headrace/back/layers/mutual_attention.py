@@ -1,6 +1,8 @@
 """Attention of decoders in whose prompts tokens may see those behind them: of an image each other
 (Gemma 3), or of a prompt all (PaliGemma). Steps that have such spans come in two parts
-(back/attention/mutual.py); all others go to the one kernel of any decoder.
+(back/attention/mutual.py); all others go to the one kernel of any decoder. Where all tokens see
+those of their own block (diffusion language models), each row of a plan is one block, and the
+kernel without a causal mask is the only one.
 
 T query tokens, H query heads, D head_dim.
 """
@@ -16,14 +18,20 @@ from headrace.back.kernels.attention.op import OP as ATTENTION
 from headrace.back.kernels.attention.op import AttentionFunction, AttentionProblem
 from headrace.back.layers.scope import Scope
 
+BLOCKS = "blocks"
+"""`Scope.mutual` where each row of a plan is a block of its text, the last of what it knows."""
+
 
 def bind_attention(
     scope: Scope, problem: AttentionProblem, *weights: torch.Tensor | None
 ) -> AttentionFunction:
     """The op's kernel for a layer; where the scope says that tokens of spans see each other, beside
     it one that has no causal mask."""
-    attend: AttentionFunction = scope.bind(ATTENTION, problem, *weights)
     both = _mutual_problem(scope.mutual, problem)
+    if both is not None and scope.mutual == BLOCKS:
+        whole: AttentionFunction = scope.bind(ATTENTION, both, *weights)
+        return whole
+    attend: AttentionFunction = scope.bind(ATTENTION, problem, *weights)
     if both is None:
         return attend
     mutual: AttentionFunction = scope.bind(ATTENTION, both, *weights)

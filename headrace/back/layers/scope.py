@@ -128,7 +128,8 @@ class Scope:
     them that the parameters of this scope belong to, `host_experts` that of its routed experts.
     `mutual`: whether tokens of a step's spans see each other: "window": as far back as a
     layer's window lets them, "all": whatever the window, "local": in layers with a window alone;
-    "": they do not. `hollow`: parameters get no memory; whoever fills one gives it some.
+    "blocks": each row of a step is a block that sees itself whole; "": they do not. `hollow`:
+    parameters get no memory; whoever fills one gives it some.
     `image_norm`: mean and deviation of colours, where the checkpoint states them; None: those of
     the family. `shares_encoder`: the ranks share out what is to be encoded. `cache_scales`: those
     that the checkpoint holds for a quantized KV cache. `control`: by layer, what is added

@@ -182,6 +182,15 @@ def _longcat_ngram(config: ConfigReader) -> Keys:
     return called(config, {"num_layers": "num_hidden_layers"})
 
 
+def _llada_2(config: ConfigReader) -> Keys:
+    """Ling 2's layers, whose routers and norms its config.json need not name."""
+    defaults: Keys = {
+        **{"use_qk_norm": True, "score_function": "sigmoid", "partial_rotary_factor": 0.5},
+        **{"n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5},
+    }
+    return {key: value for key, value in defaults.items() if config.raw.get(key) is None}
+
+
 EXPERT_KEYS: Mapping[str, Callable[[ConfigReader], Keys]] = {
     "Inkling2ForConditionalGeneration": _inkling_2,
     **dict.fromkeys(("Grok1ForCausalLM", "GrokForCausalLM"), _grok),
@@ -192,6 +201,7 @@ EXPERT_KEYS: Mapping[str, Callable[[ConfigReader], Keys]] = {
     "PanguProMoEV2ForCausalLM": _pangu_pro,
     "Step3TextForCausalLM": _step3,
     "LongcatFlashNgramForCausalLM": _longcat_ngram,
+    "LLaDA2MoeModelLM": _llada_2,
     "Step3VLForConditionalGeneration": _step3_vl,
     "DeepseekVLV2ForCausalLM": _deepseek_vl2,
     **dict.fromkeys(

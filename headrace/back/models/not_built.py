@@ -60,9 +60,19 @@ MISSING = (
         needs="the model that they draft for (--speculative-config)",
     ),
     Missing(
-        family="LLaDA 2",
-        names=("LLaDA2MoeModelLM",),
-        needs="tokens that come by blocks, through several steps each",
+        family="LLaDA 1, 1.5, with experts; Dream, DiffuCoder",
+        names=("LLaDAModelLM", "LLaDAMoEModelLM", "DreamModel"),
+        needs="passes over a whole text, any token of which sees all others, so that no KV is kept",
+    ),
+    Missing(
+        family="Fast-dLLM v2",
+        names=("Fast_dLLM_QwenForCausalLM",),
+        needs="blocks written by diffusion whose logits say the token behind theirs",
+    ),
+    Missing(
+        family="DiffusionGemma",
+        names=("DiffusionGemmaForBlockDiffusion",),
+        needs="blocks written from random tokens, with a pass of an encoder over each",
     ),
     Missing(family="BLT", names=("BltForCausalLM",), needs="patches of bytes by a model's entropy"),
     Missing(

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from headrace.back.models.dense_families import DENSE_PUBLISHED
+from headrace.back.models.diffusion_families import BLOCKS_PUBLISHED
 from headrace.back.models.expert_families import EXPERTS_PUBLISHED
 from headrace.back.models.not_built import BLOCKED
 from headrace.back.models.recurrent_families import RECURRENT_DECODERS_PUBLISHED
@@ -17,6 +18,7 @@ PUBLISHED: Mapping[str, str] = {
     **DENSE_PUBLISHED,
     **EXPERTS_PUBLISHED,
     **RECURRENT_DECODERS_PUBLISHED,
+    **BLOCKS_PUBLISHED,
 }
 RENAMED: Mapping[str, tuple[tuple[str, str], ...]] = {
     "BitnetForCausalLM": (
@@ -62,25 +64,13 @@ HEAD_NAMES: Mapping[str, str] = {
 """Where the head of a decoder that judges lies, if not under `score`."""
 DEEP_HEADS = frozenset({"Qwen2ForRewardModel", "Qwen2ForProcessRewardModel"})
 """Decoders whose head has two layers."""
-DIFFUSION = (
-    "DreamModel",
-    "LLaDAModelLM",
-    "LLaDAMoEModelLM",
-    "SDARForCausalLM",
-    "SDARMoeForCausalLM",
-)
-NOT_BUILT: Mapping[str, str] = {
-    **BLOCKED,
-    **dict.fromkeys(DIFFUSION, "it fills in many tokens at once, in any order"),
-}
-"""Architectures that are asked for, and why they do not run; checkpoints of them bring code."""
 
 
 def refuse_not_built(config: Mapping[str, Any], where: str) -> None:
-    """Refuses an architecture of NOT_BUILT with its reason, and one that needs code of its own."""
+    """Refuses an architecture of BLOCKED with its reason, and one that needs code of its own."""
     names = config.get("architectures")
     named = names[0] if isinstance(names, list) and names else None
-    reason = NOT_BUILT.get(named) if isinstance(named, str) else None
+    reason = BLOCKED.get(named) if isinstance(named, str) else None
     if reason is not None:
         raise CheckpointError(
             f"{where}: {named} is not built: {reason}; docs/MODELS.md lists what runs",

@@ -14,6 +14,7 @@ from headrace.back.runner.batch import Rows
 from headrace.back.runner.buckets import BucketSteps
 from headrace.back.runner.cpu_graphs import CpuGraphs, ExactSizes
 from headrace.back.runner.cuda_graphs import CudaGraphs
+from headrace.back.runner.denoising import DenoisingSteps
 from headrace.back.runner.exact_steps import ExactSteps
 from headrace.back.runner.fit import Profile
 from headrace.back.runner.graph_usage import GraphUsage
@@ -35,7 +36,11 @@ class StepsFactory(Protocol):
 
 def make_steps(resources: StepResources, spec: EngineSpec, *, num_groups: int) -> Steps:
     """Replayed graphs on CUDA and recorded native calls on a CPU, where everything a step does is
-    on the device; exact steps elsewhere."""
+    on the device; exact steps elsewhere. Of a model that writes blocks, those that denoise them."""
+    if spec.denoising is not None:
+        rows = _growing_rows(resources, spec, num_groups=num_groups)
+        tokens = spec.scheduler.max_step_tokens
+        return DenoisingSteps(resources, rows, spec.denoising, max_tokens=tokens)
     why = why_exact(resources)
     if why is not None:
         return exact_steps(resources, spec, why, num_groups=num_groups)
@@ -51,14 +56,17 @@ def exact_steps(
     resources: StepResources, spec: EngineSpec, why: str, *, num_groups: int
 ) -> ExactSteps:
     """Steps of their own size, and why."""
-    rows = Rows.growing(
+    return ExactSteps(resources, _growing_rows(resources, spec, num_groups=num_groups), why)
+
+
+def _growing_rows(resources: StepResources, spec: EngineSpec, *, num_groups: int) -> Rows:
+    return Rows.growing(
         max_rows=spec.scheduler.max_running,
         num_groups=num_groups,
         block_tokens=spec.kv.block_tokens,
         device=resources.device,
         groups=resources.groups,
     )
-    return ExactSteps(resources, rows, why)
 
 
 def bucket_steps(

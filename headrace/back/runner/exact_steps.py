@@ -96,10 +96,23 @@ class ExactSteps:
         probe: AttentionProbe | None = None,
     ) -> StepOutputs:
         """See Steps."""
-        resources = self._resources
         if plan.block_id.size:
             self.rows.update(plan)
         self.rows.tokens.reserve(shape.max_kv_len + 1)
+        hidden_TE = self.forward(shape, probe)
+        if not shape.sampled.size:
+            return StepOutputs(out=StepTensors(hidden_TE=hidden_TE))
+        every = shape.sampled.size == hidden_TE.shape[0]
+        assert self.batch is not None
+        logits_NV = self._resources.model.logits(
+            hidden_TE if every else hidden_TE.index_select(0, self.batch.logits_at_N)
+        )
+        argmax = self._resources.greedy(logits_NV)
+        return StepOutputs(out=StepTensors(hidden_TE=hidden_TE, logits_RV=logits_NV, argmax=argmax))
+
+    def forward(self, shape: StepShape, probe: AttentionProbe | None = None) -> torch.Tensor:
+        """The model over the tokens of a step, whose blocks the rows have; its `batch` stays."""
+        resources = self._resources
         batch = build_batch(
             shape, self.rows, kv=resources.kv, group_of_layer=resources.group_of_layer, probe=probe
         )
@@ -110,14 +123,7 @@ class ExactSteps:
         resources.state.before(batch)
         hidden_TE = self._forward(batch, probe)
         resources.state.after(batch, hidden_TE)
-        if not shape.sampled.size:
-            return StepOutputs(out=StepTensors(hidden_TE=hidden_TE))
-        every = shape.sampled.size == hidden_TE.shape[0]
-        logits_NV = resources.model.logits(
-            hidden_TE if every else hidden_TE.index_select(0, batch.logits_at_N)
-        )
-        argmax = resources.greedy(logits_NV)
-        return StepOutputs(out=StepTensors(hidden_TE=hidden_TE, logits_RV=logits_NV, argmax=argmax))
+        return hidden_TE
 
     def _forward(self, batch: Batch, probe: AttentionProbe | None) -> torch.Tensor:
         if probe is None:

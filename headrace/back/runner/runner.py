@@ -93,8 +93,7 @@ class Runner:
 
     def __init__(self, plan: RunnerPlan) -> None:
         model, device, max_rows = plan.model, plan.device, plan.spec.scheduler.max_running
-        self._plan, self._model = plan, model
-        self._device = device
+        self._plan, self._model, self._device = plan, model, device
         self._kv = KVMemory(plan.layout, plan.counts, device=device)
         self._state = plan.state(max_rows, device, self._kv)
         self._sampler = Sampler(
@@ -122,6 +121,7 @@ class Runner:
             slots=self._slots,
             network=plan.network,
             model_caches=len(model.kv_forms),
+            sampler=self._sampler,
         )
         self._steps = plan.steps(resources, plan.spec, num_groups=len(plan.layout.groups))
         self._choices = token_choices(self._sampler, self._steps, model.logits)
@@ -152,6 +152,7 @@ class Runner:
             media_width=self._state.media_width,
             media_rows=self._state.media_rows,
             pools_whole=self._state.pools_whole,
+            block_length=0 if spec.denoising is None else spec.denoising.length,
             graphs=self._steps.graphs,
             decisions=[
                 (d.field, d.requested, d.chosen, d.why)

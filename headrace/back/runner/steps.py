@@ -57,7 +57,8 @@ class StepResources:
     """What steps are run with. kv: layer -> its cache; group_of_layer: layer -> index of its KV
     group. sample: samples within steps; None: this device's steps only take the argmax. groups: see
     Rows. slots: of the rows' adapters, where the model takes any. network: what drafts, where that
-    has weights: its caches lie in `kv` behind the model's, from `model_caches` on."""
+    has weights: its caches lie in `kv` behind the model's, from `model_caches` on. sampler: of
+    steps that sample several times."""
 
     model: CausalModel
     state: ModelState
@@ -70,6 +71,7 @@ class StepResources:
     groups: tuple[GroupBlocks, ...] = ()
     network: DraftNetwork | None = None
     model_caches: int = 0
+    sampler: Sampler | None = None
 
 
 def head_shortcuts(model: CausalModel) -> dict[HeadOutput, TopOf]:

@@ -130,7 +130,7 @@ class Sampler:
         """`on_device`: whether op `sample` takes the rows it can, as on all devices but CPUs.
         `drafted_places`: tokens that a step with drafts samples, `max_places` with its padding."""
         self._width = logits_width
-        self._numbers = RowNumbers(max_rows)
+        self.numbers = RowNumbers(max_rows)
         self._alternatives: dict[int, tuple[int, tuple[int, ...]]] = {}
         self._processed = ProcessedRows()
         choices = choose_kernels(device)[:6]
@@ -142,7 +142,7 @@ class Sampler:
         self._penalties = Penalties(**tables)
         self.device_rows: DeviceRows | None = None
         if on_device if on_device is not None else device.type != "cpu":
-            self.device_rows = DeviceRows(self._numbers, device)
+            self.device_rows = DeviceRows(self.numbers, device)
             self.decisions += self.device_rows.decisions
         self._masks = RowMasks(**tables, masks=drafted_places, places=max_places)
         self.in_step_sampler = InStepSampler(
@@ -170,17 +170,17 @@ class Sampler:
         """The rows are given back."""
         for row in rows.tolist():
             for use, feature in self._features:
-                if self._numbers.use[row] & use:
+                if self.numbers.use[row] & use:
                     feature.end(row)
-            if self._numbers.use[row] & MASKED_BY_OP:
+            if self.numbers.use[row] & MASKED_BY_OP:
                 self._masks.end(row)
-            self._numbers.use[row] = 0
+            self.numbers.use[row] = 0
             self._alternatives.pop(row, None)
             self._processed.pop(row, None)
 
     def start(self, start: RowStart) -> None:
         """A request takes a row."""
-        used = self._numbers.start(start, self._width)
+        used = self.numbers.start(start, self._width)
         if self.device_rows is not None:
             self.device_rows.start(start.row)
         for use, feature in self._features:
@@ -190,19 +190,19 @@ class Sampler:
             self._masks.start(start)
         if Use.LOGPROBS in used:
             self._alternatives[start.row] = start.sampling.logprobs or 0, start.sampling.logprob_ids
-            self._numbers.alternatives[start.row] = alternatives(start.sampling)
+            self.numbers.alternatives[start.row] = alternatives(start.sampling)
             self._processed.start(start.row, start.sampling)
 
     def needs(self, rows: np.ndarray, *, grammar: bool = False) -> SamplerInput:
         """The least a step has to leave for these rows; `grammar`: masks come with it."""
-        if not grammar and not np.count_nonzero(self._numbers.use[rows]):
+        if not grammar and not np.count_nonzero(self.numbers.use[rows]):
             return HeadOutput.ARGMAX
         return self._needs(rows, grammar)
 
     def _needs(self, rows: np.ndarray, grammar: bool) -> SamplerInput:
         """The same of rows that are not all greedy. The tables that a step reads are up to date
         then."""
-        use_N = self._numbers.use[rows]
+        use_N = self.numbers.use[rows]
         used = int(np.bitwise_or.reduce(use_N))
         masks = grammar or bool(used & MASKED_BY_OP)
         if masks and not self._masks.crowded.isdisjoint(rows.tolist()):
@@ -210,12 +210,12 @@ class Sampler:
         if self.device_rows is None:
             if masks and not used & ~MASKED_BY_OP:
                 return InStepSampling(masks=True, grammar=grammar, samples=False)
-            return HeadOutput.LOGITS if grammar else needs(self._numbers, rows)
+            return HeadOutput.LOGITS if grammar else needs(self.numbers, rows)
         if used & ~IN_STEP:
             return HeadOutput.LOGITS
         logprobs = None
         if used & Use.LOGPROBS:
-            asked_N = np.where(use_N & Use.LOGPROBS, self._numbers.alternatives[rows], 0)
+            asked_N = np.where(use_N & Use.LOGPROBS, self.numbers.alternatives[rows], 0)
             most = int(asked_N.max())
             if most == BEYOND:
                 return HeadOutput.LOGITS
@@ -233,7 +233,7 @@ class Sampler:
     def logprobs(self, scores: Scores, rows: np.ndarray, index: np.ndarray) -> SampledLogprobs:
         """The log-probabilities of rows whose scores a step has made: those of rows[i] are at
         index[i]."""
-        scored = np.flatnonzero(self._numbers.use[rows] & Use.LOGPROBS)
+        scored = np.flatnonzero(self.numbers.use[rows] & Use.LOGPROBS)
         kept = [1 + self._alternatives[row][0] for row in rows[scored].tolist()]
         return SampledLogprobs(index=scored, kept=kept, scores=scores, named={}, at=index[scored])
 
@@ -253,7 +253,7 @@ class Sampler:
         `argmax`: what `greedy` finds in these logits. `tokens` [max_rows, columns]: the rows'
         tokens so far, at their positions. `masks`: the grammar's payload of this step.
         """
-        use_N = self._numbers.use[rows]
+        use_N = self.numbers.use[rows]
         if masks:
             use_N = use_N | self._grammar.take(masks, rows, positions) * np.int64(Use.GRAMMAR)
         used = int(np.bitwise_or.reduce(use_N))
@@ -271,19 +271,19 @@ class Sampler:
         feature_rows = FeatureRows(
             rows=rows,
             positions=positions,
-            num_output=positions - self._numbers.num_prompt[rows],
+            num_output=positions - self.numbers.num_prompt[rows],
             tokens=tokens,
         )
         zero_failed(logits_NV, max_logit_N)
         scored_MV = rows_at(logits_NV, scored)
-        self._process(logits_NV, use_N, feature_rows)
+        self.apply(logits_NV, use_N, feature_rows)
         masks_MV = {}
         if self._processed:
             some = feature_rows.take(scored)
             masks_MV = self._processed.see(
-                scored_MV, rows_at(logits_NV, scored), self._numbers, some
+                scored_MV, rows_at(logits_NV, scored), self.numbers, some
             )
-        token_N, chosen_logit_N = self._choose(logits_NV, use_N, feature_rows)
+        token_N, chosen_logit_N = self.choose(logits_NV, use_N, feature_rows)
         self._notify(token_N, use_N, feature_rows)
         return Sampled(
             token_N=token_N,
@@ -304,12 +304,12 @@ class Sampler:
     ) -> Sampled:
         """What `sample` gives, of rows that need no more than their top candidates; `logits`:
         indices into the rows -> their logits, for those whose top candidates do not suffice."""
-        num_output = positions - self._numbers.num_prompt[rows]
+        num_output = positions - self.numbers.num_prompt[rows]
         feature_rows = FeatureRows(
             rows=rows, positions=positions, num_output=num_output, tokens=tokens
         )
         token_N, max_logit_N, unproven = sample_candidates(
-            top_candidates, self._numbers, feature_rows
+            top_candidates, self.numbers, feature_rows
         )
         if unproven.size:
             logits_KV, some = logits(unproven), feature_rows.take(unproven)
@@ -323,9 +323,8 @@ class Sampler:
             token_N[unproven], max_logit_N[unproven] = sampled.token_N, sampled.max_logit_N
         return Sampled(token_N=token_N, max_logit_N=max_logit_N)
 
-    def _process(
-        self, logits_NV: torch.Tensor, use_N: np.ndarray, feature_rows: FeatureRows
-    ) -> None:
+    def apply(self, logits_NV: torch.Tensor, use_N: np.ndarray, feature_rows: FeatureRows) -> None:
+        """Rewrites the logits in place, as the rows' features (`use_N`) say."""
         for use, feature in self._features:
             index = np.flatnonzero(use_N & use)
             if index.size == len(use_N):
@@ -335,16 +334,17 @@ class Sampler:
                 feature.apply(part, feature_rows.take(index))
                 logits_NV.index_copy_(0, to_device(index, part.device), part)
 
-    def _choose(
+    def choose(
         self, logits_NV: torch.Tensor, use_N: np.ndarray, feature_rows: FeatureRows
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Each row's token int64 [N] from rewritten logits, and its logit, perhaps tempered."""
         if self.device_rows is None and (use_N & Use.RANDOM).all():
-            return sample_random(logits_NV, self._numbers, feature_rows, *self._random)
+            return sample_random(logits_NV, self.numbers, feature_rows, *self._random)
         token_N, max_logit_N, index = self._choose_by_op(logits_NV, use_N, feature_rows)
         if index.size:
             at = to_device(index, token_N.device)
             part, some = logits_NV.index_select(0, at), feature_rows.take(index)
-            token_K, best_K = sample_random(part, self._numbers, some, *self._random)
+            token_K, best_K = sample_random(part, self.numbers, some, *self._random)
             token_N.index_copy_(0, at, token_K)
             max_logit_N.index_copy_(0, at, best_K)
         return token_N, max_logit_N

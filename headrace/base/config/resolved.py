@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from headrace.base.config.denoising import DenoisingSpec
 from headrace.base.config.kv_options import CacheChoices, EncoderFilesSpec, KVPushSpec
 from headrace.base.config.media import ImageNorm, MediaSpec, SoundSettings
 from headrace.base.config.pooling import DenseSpec, PoolingSpec
@@ -295,7 +296,8 @@ class SpeculationSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Everything one engine core and its workers are built from. Without `grammar` there is no
-    structured output. `extensions`: those that may be used (base/extensions.py)."""
+    structured output. `extensions`: those that may be used (base/extensions.py). `denoising`: of a
+    model that writes blocks by diffusion; None: of others."""
 
     model: ModelSpec
     kv: KVSpec
@@ -303,6 +305,7 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     device: DeviceSpec
     grammar: GrammarSpec | None = None
     speculation: SpeculationSpec | None = None
+    denoising: DenoisingSpec | None = None
     extensions: tuple[str, ...] = ()
 
 

@@ -16,14 +16,8 @@ from msgspec import Meta
 
 from headrace.base import extensions
 from headrace.base.config.adapter_options import AdapterOptions
-from headrace.base.config.bounds import (
-    Auto,
-    Length,
-    Natural,
-    Positive,
-    Seconds,
-    Seed,
-)
+from headrace.base.config.bounds import Auto, Length, Natural, Positive, Seconds, Seed
+from headrace.base.config.denoising import DiffusionOptions
 from headrace.base.config.device_options import DeviceOptions
 from headrace.base.config.kv_options import KVOptions as KVOptions
 from headrace.base.config.many_options import ManyOptions
@@ -372,6 +366,13 @@ class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):
             "in the request (prompt_lookup_max, prompt_lookup_min of them); "
             """{"method": "eagle3", "model": FOLDER} has a head draft, as do eagle and mtp, draft_model a small """
             "model; auto takes what the checkpoint carries. The tokens stay the same."
+        ),
+    ] = None
+    diffusion_config: Annotated[
+        DiffusionOptions | None,
+        Meta(
+            description="How a diffusion language model writes a block, as JSON: "
+            """{"threshold": 0.95, "steps": 4, "block_length": 4}: docs/SERVING.md."""
         ),
     ] = None
     step_timeout_s: Annotated[

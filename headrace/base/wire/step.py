@@ -66,6 +66,8 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
     told, and the most of a token; empty: none. `tells_states`: requests have files of their hidden
     states. `control_vectors`: the names of those that requests may ask for. `pools_whole`: tokens
     of a prompt that is pooled all see each other, so that one step computes them.
+    `block_length`: a text is written in blocks of so many tokens, which see each other; 0: token by
+    token.
     """
 
     num_blocks: int
@@ -93,6 +95,7 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
     media_width: int = 0
     media_rows: dict[str, int] = {}
     pools_whole: bool = False
+    block_length: int = 0
 
 
 class RowStart(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

@@ -98,6 +98,24 @@ class FullKind:
         return self.num_blocks(tokens) - self.num_blocks(done)
 
 
+class BlockwiseKind(FullKind):
+    """Full attention of models that write whole blocks of text, which KV blocks are made of: the KV
+    block of the token that comes next is held too, for all of its text is written at once."""
+
+    @staticmethod
+    def of(group: KVGroup, *, block_tokens: int, spare_blocks: int) -> BlockwiseKind:
+        """The rules of this group."""
+        return BlockwiseKind(block_tokens)
+
+    def num_blocks(self, tokens: int) -> int:
+        """See CacheKind."""
+        return tokens // self._block_tokens + 1
+
+    def most_held(self, tokens: int, *, done: int, chunk_tokens: int) -> int:
+        """See CacheKind."""
+        return self.num_blocks(tokens) - done // self._block_tokens
+
+
 class WindowKind:
     """Sliding-window attention: a query at position p reads positions p-W+1 .. p, so that older
     blocks are given back.
@@ -299,8 +317,10 @@ class StateKind:
         return 0
 
 
+BLOCKWISE = "blockwise"
 KINDS: dict[str, Callable[..., CacheKind]] = {
     "full": FullKind.of,
+    BLOCKWISE: BlockwiseKind.of,
     "latent": FullKind.of,
     "window": WindowKind.of,
     "chunked": ChunkedKind.of,

@@ -49,7 +49,7 @@ class Need:
 class KVManager:
     """The KV cache as the scheduler sees it. `chunk_tokens` is the most one request computes in a
     step. A model without KV groups (an encoder) takes no blocks: everything fits, nothing is found
-    again."""
+    again. `tokens_ahead`: by so many tokens a row takes its next block early."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class KVManager:
         choices: CacheChoices = CacheChoices(),
     ) -> None:
         self.groups = groups = facts.groups
-        self.block_tokens = facts.block_tokens
+        self.block_tokens, self.tokens_ahead = facts.block_tokens, int(facts.block_length > 0)
         self.prefix_caching = prefix_caching and bool(groups)
         size = facts.block_tokens
         self.kinds = tuple(

@@ -171,7 +171,7 @@ class Scheduler:
         if not len(rows):
             return
         planned = self.rows.num_planned_tokens[rows]
-        crossing = rows[planned % self.kv.block_tokens == 0]
+        crossing = rows[(planned + self.kv.tokens_ahead) % self.kv.block_tokens == 0]
         if len(crossing):
             crossing = self.speculation.lacking_blocks(crossing)
         if len(crossing):

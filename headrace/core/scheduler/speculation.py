@@ -36,6 +36,7 @@ from headrace.core.scheduler.plan_builder import (
     StepPlanBuilder,
 )
 from headrace.core.scheduler.queue import AdmissionHooks
+from headrace.core.scheduler.whole_blocks import WholeBlocks
 
 KEEP = 0.9  # share of its weight that what became of a row's drafts keeps at its next ones,
 KEEP_ALL = 0.98  # and what became of those of all rows, step by step
@@ -281,7 +282,10 @@ def speculation_of(
     rows: RowTable,
     hooks: AdmissionHooks,
 ) -> Speculation:
-    """What the options say, as far as the workers can verify drafts."""
+    """What the options say, as far as the workers can verify drafts; of a model that writes blocks,
+    these."""
+    if facts.block_length:
+        return WholeBlocks(rows, facts.block_length)
     if spec is None or not facts.max_drafts:
         return NoSpeculation()
 

@@ -194,7 +194,7 @@ def test_each_change_of_the_logits_equals_the_reference_value_by_value(name: str
             tokens=tokens.to(HERE),
         )
         logits = torch.from_numpy(np.stack([case.logits for case in cases])).to(HERE)
-        sampler._process(logits, sampler._numbers.use[:60], feature_rows)
+        sampler.apply(logits, sampler.numbers.use[:60], feature_rows)
         for row, case in enumerate(cases):
             wanted = reference.processed(case.logits, case.sampling, case.tokens, case.num_prompt)
             np.testing.assert_allclose(logits[row].cpu().numpy(), wanted, rtol=1e-6, atol=1e-6)

@@ -1,0 +1,72 @@
+"""What a pass over blocks of masks proposes: a token for each mask, sampled as its row asks, and
+how likely it was. Which of them stand: back/runner/denoising.py.
+
+Steps as in sampler.py, but for those that need the tokens before (core/blockwise.py refuses them).
+A mask that stays is sampled anew in the next pass: noise is a function of (seed, position, pass,
+token id).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from headrace.back.kernels.upload import to_host
+from headrace.back.sampling.features import FeatureRows, zero_failed
+from headrace.back.sampling.random_rows import truncated
+from headrace.back.sampling.sampler import Sampler
+
+TURN = 1 << 24
+"""Positions between the noise of a pass and that of the next; no text is as long."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proposals:
+    """Of N masks, on the host: token int64; confidence float64, the probability of the token in the
+    distribution it was drawn from (of a greedy row in the model's own); max_logit and chosen_logit:
+    see features.Sampled."""
+
+    token: np.ndarray
+    confidence: np.ndarray
+    max_logit: np.ndarray
+    chosen_logit: np.ndarray
+
+
+def propose(
+    sampler: Sampler,
+    logits_NV: torch.Tensor,
+    *,
+    rows: np.ndarray,
+    positions: np.ndarray,
+    tokens: torch.Tensor,
+    turn: int,
+    mask: int,
+) -> Proposals:
+    """For the masks at these positions of these rows in pass `turn`; the logits, float32, may be
+    overwritten. `tokens`: see Sampler.sample. `mask` is never proposed."""
+    logits_NV[:, mask] = -torch.inf
+    token_N, max_logit_N = sampler.greedy(logits_NV)
+    chosen_N, use_N = max_logit_N, sampler.numbers.use[rows]
+    zero_failed(logits_NV, max_logit_N)
+    if use_N.any():
+        num_output = positions - sampler.numbers.num_prompt[rows]
+        seen = FeatureRows(rows=rows, positions=positions, num_output=num_output, tokens=tokens)
+        sampler.apply(logits_NV, use_N, seen)
+        seen = replace(seen, positions=positions + turn * TURN)
+        drawn_NV = truncated(logits_NV.clone(), sampler.numbers, seen)
+        token_N, chosen_N = sampler.choose(logits_NV, use_N, seen)
+        logits_NV = drawn_NV
+    drawn_N = logits_NV.gather(1, token_N[:, None])[:, 0]
+    confidence_N = (drawn_N - logits_NV.logsumexp(1)).to(torch.float64).exp()
+    columns = token_N, confidence_N, max_logit_N, chosen_N
+    return Proposals(
+        **dict(
+            zip(
+                ("token", "confidence", "max_logit", "chosen_logit"),
+                (to_host(column).numpy() for column in columns),
+                strict=True,
+            )
+        )
+    )
