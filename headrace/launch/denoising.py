@@ -63,11 +63,9 @@ def check_denoising(options: Options, model: ModelFacts) -> None:
         if options.scheduler.diffusion_config is not None:
             raise _refused(f"{model.architecture} does not write blocks by diffusion")
         return
-    device, kv = options.device, options.kv
+    kv = options.kv
     wanted = {
         "speculative_config": options.scheduler.speculative_config is not None,
-        "pipeline_parallel": device.pipeline_parallel > 1,
-        "decode_context_parallel_size": device.decode_context_parallel_size > 1,
         "enable_lora": options.adapters.enable_lora,
         "enable_prompt_embeds": options.model.enable_prompt_embeds,
         "control_vectors": bool(options.model.control_vectors),

@@ -282,6 +282,17 @@ FEATURES: tuple[Feature, ...] = (
         },
     ),
     Feature(
+        name="diffusion language models",
+        option="SDAR, LLaDA 2",
+        wanted=lambda start: start.engine.denoising is not None,
+        beside={
+            TENSOR: ShownPair(
+                "back/runner/test_denoising.py::test_ranks_that_share_a_model_write_what_one_writes"
+            ),
+            PIPELINE: RefusedPair("a block takes several passes through all of the layers"),
+        },
+    ),
+    Feature(
         name="attention weights of a request",
         option="--attention-capture",
         wanted=lambda start: start.engine.model.attention_capture,

@@ -64,6 +64,7 @@ _OF_CONTEXT: Mapping[str, Entry] = {
     "encoders and encoder-decoders": RefusedPair("an encoder keeps no sequence"),
     "models by the transformers library": RefusedPair("layers of that library are not divided"),
     "attention weights of a request": RefusedPair("each rank has but a part of the tokens"),
+    "diffusion language models": RefusedPair("tokens of a block see each other"),
     "KV between servers and in files": RefusedPair(
         "files would hold a part of the tokens, and do not say which"
     ),

@@ -73,6 +73,7 @@ def test_what_cannot_be_is_refused(model: ModelFacts, asked: dict[str, Any], sai
     [
         ({"scheduler": {"speculative_config": {"method": "ngram"}}}, "speculative_config"),
         ({"adapters": {"enable_lora": True}}, "enable_lora"),
+        ({"model": {"control_vectors": ["/none"]}}, "control_vectors"),
         ({"model": {"attention_capture": True}}, "attention_capture"),
         ({"model": {"deterministic": True}}, "deterministic"),
         ({"model": {"enable_prompt_embeds": True}}, "enable_prompt_embeds"),
@@ -86,3 +87,9 @@ def test_features_that_need_tokens_one_by_one_are_refused(groups: Any, field: st
     with pytest.raises(ConfigError, match=f"{option}: not with SDARForCausalLM") as refused:
         engine(**groups)
     assert refused.value.field == field
+
+
+@pytest.mark.parametrize("mode", ["pipeline_parallel", "decode_context_parallel_size"])
+def test_ways_to_share_a_model_that_cut_blocks_apart_are_refused(mode: str) -> None:
+    with pytest.raises(ConfigError, match="SDAR, LLaDA 2"):
+        engine(device={mode: 2, "tensor_parallel": 2 if mode.startswith("decode") else 1})

@@ -33,10 +33,14 @@ from headrace.back.runner.steps import (
     StepTensors,
     TakeMasks,
 )
-from headrace.back.sampling.denoising import Proposals, propose
+from headrace.back.sampling.denoising import Proposals, joined, propose
 from headrace.back.sampling.in_step import SamplerInput, StepSamples
 from headrace.base.config.denoising import DenoisingSpec
 from headrace.base.wire.step import StepPlan
+
+MASKS = 256
+"""Masks whose logits are there at a time: of 150,000 tokens each 150 MB, and as much again for
+every copy that sampling makes."""
 
 
 class DenoisingSteps(ExactSteps):
@@ -146,19 +150,27 @@ class DenoisingSteps(ExactSteps):
         open_KB: np.ndarray,
         turn: int,
     ) -> Proposals:
-        at_N = to_device(np.flatnonzero(open_KB), hidden_TE.device)
+        """For every open place, MASKS at a time."""
+        at_N = np.flatnonzero(open_KB)
         block_N, place_N = open_KB.nonzero()
-        sampler = self._resources.sampler
+        rows_N, positions_N = row_K[block_N], first_K[block_N] + place_N
+        sampler, model = self._resources.sampler, self._resources.model
         assert sampler is not None
-        return propose(
-            sampler,
-            self._resources.model.logits(hidden_TE.index_select(0, at_N)),
-            rows=row_K[block_N],
-            positions=first_K[block_N] + place_N,
-            tokens=self.rows.tokens.data,
-            turn=turn,
-            mask=self._spec.mask,
-        )
+        parts = []
+        for begin in range(0, at_N.size, MASKS):
+            part = slice(begin, begin + MASKS)
+            at_M = to_device(at_N[part], hidden_TE.device)
+            proposals = propose(
+                sampler,
+                model.logits(hidden_TE.index_select(0, at_M)),
+                rows=rows_N[part],
+                positions=positions_N[part],
+                tokens=self.rows.tokens.data,
+                turn=turn,
+                mask=self._spec.mask,
+            )
+            parts.append(proposals)
+        return joined(parts)
 
     def _choose(
         self,

@@ -8,6 +8,7 @@ token id).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -60,13 +61,19 @@ def propose(
         logits_NV = drawn_NV
     drawn_N = logits_NV.gather(1, token_N[:, None])[:, 0]
     confidence_N = (drawn_N - logits_NV.logsumexp(1)).to(torch.float64).exp()
-    columns = token_N, confidence_N, max_logit_N, chosen_N
+    token, confidence, max_logit, chosen_logit = (
+        to_host(column).numpy() for column in (token_N, confidence_N, max_logit_N, chosen_N)
+    )
     return Proposals(
-        **dict(
-            zip(
-                ("token", "confidence", "max_logit", "chosen_logit"),
-                (to_host(column).numpy() for column in columns),
-                strict=True,
-            )
-        )
+        token=token, confidence=confidence, max_logit=max_logit, chosen_logit=chosen_logit
+    )
+
+
+def joined(parts: Sequence[Proposals]) -> Proposals:
+    """One behind the other."""
+    return Proposals(
+        token=np.concatenate([part.token for part in parts]),
+        confidence=np.concatenate([part.confidence for part in parts]),
+        max_logit=np.concatenate([part.max_logit for part in parts]),
+        chosen_logit=np.concatenate([part.chosen_logit for part in parts]),
     )

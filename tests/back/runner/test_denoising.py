@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from safetensors.torch import save_file
 
 from headrace.back.executor.choose import make_executor
+from headrace.back.runner import denoising
 from headrace.back.runner.denoising import block_shape, decided
 from headrace.base.config.denoising import DenoisingSpec
 from headrace.base.config.resolved import DeviceSpec, EngineSpec, KVSpec, SchedulerSpec
@@ -207,6 +208,24 @@ def test_sampled_tokens_follow_their_seed_alone(core: EngineCore, sdar: Tiny) ->
     at_once = sdar.answer(prompt, steps=1)
     assert answers(core, request(6, prompt, temperature=1.0, top_k=1, seed=9))[6] == at_once
     assert answers(core, request(7, prompt, logit_bias={50: 100.0}))[7] == [50] * COUNT
+
+
+def test_logits_of_few_masks_at_a_time_give_the_same_tokens(
+    core: EngineCore, sdar: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(denoising, "MASKS", 3)
+    prompt = prompt_of(9, 6)
+    assert answers(core, request(1, prompt, 6))[1] == sdar.answer(prompt, 6)
+
+
+@pytest.mark.slow
+def test_ranks_that_share_a_model_write_what_one_writes(sdar: Tiny) -> None:
+    device = replace(sdar.spec.device, executor="processes", tensor_parallel=2)
+    spec = replace(sdar.spec, device=device)
+    core = EngineCore(spec, make_executor(spec))
+    prompt = prompt_of(4, 18)
+    assert answers(core, request(1, prompt)) == {1: sdar.answer(prompt)}
+    core.close()
 
 
 def test_a_pass_decides_its_share_or_all_that_is_sure() -> None:
