@@ -50,8 +50,16 @@ def _denoising(asked: DiffusionOptions, model: ModelFacts) -> DenoisingSpec:
     steps = blocks.length if asked.steps is None else asked.steps
     if steps > blocks.length:
         raise _refused(f"steps is {steps}; a block has {blocks.length} tokens (block_length)")
+    part = blocks.length if blocks.part is None else min(blocks.part, blocks.length)
+    if blocks.length % part:
+        raise _refused(f"part_length is {part}; it must divide block_length ({blocks.length})")
     return DenoisingSpec(
-        length=blocks.length, steps=steps, threshold=asked.threshold, mask=blocks.mask
+        length=blocks.length,
+        steps=steps,
+        threshold=asked.threshold,
+        mask=blocks.mask,
+        part=part,
+        shifted=blocks.shifted,
     )
 
 

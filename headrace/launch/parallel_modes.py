@@ -283,7 +283,7 @@ FEATURES: tuple[Feature, ...] = (
     ),
     Feature(
         name="diffusion language models",
-        option="SDAR, LLaDA 2",
+        option="SDAR, LLaDA 2, Fast-dLLM v2",
         wanted=lambda start: start.engine.denoising is not None,
         beside={
             TENSOR: ShownPair(

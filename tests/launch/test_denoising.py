@@ -21,6 +21,7 @@ SDAR = replace(
     config={"architectures": ["SDARForCausalLM"]},
 )
 LLADA_2 = replace(SDAR, config={"architectures": ["LLaDA2MoeModelLM"]})
+FAST_DLLM = replace(SDAR, config={"architectures": ["Fast_dLLM_QwenForCausalLM"], "bd_size": 16})
 
 
 def engine(
@@ -37,6 +38,9 @@ def test_what_is_not_said_is_as_the_model_was_published() -> None:
     form, kv = engine(LLADA_2).denoising, engine(LLADA_2).kv
     assert form is not None and kv.block_tokens == 32, "a KV block holds whole blocks"
     assert (form.length, form.steps, form.mask) == (32, 32, 156_895)
+    form = engine(FAST_DLLM).denoising
+    assert form is not None and form.shifted
+    assert (form.length, form.part, form.mask) == (16, 8, 151_665)
     own = replace(SDAR, config={**SDAR.config, "block_size": 16, "mask_token_id": 5})
     form = engine(own).denoising
     assert form is not None and (form.length, form.mask) == (16, 5)
@@ -55,6 +59,7 @@ def test_what_is_said_goes_before_it() -> None:
     [
         (MODEL, {}, "LlamaForCausalLM does not write blocks"),
         (SDAR, {"block_length": 6}, "block_length is 6; a power of two"),
+        (SDAR, {"part_length": 3}, "part_length is 3; it must divide block_length"),
         (SDAR, {"steps": 5}, "steps is 5; a block has 4 tokens"),
         (SDAR, {"mask_token_id": 200_000}, "mask_token_id is 200000; the model knows tokens below"),
         (replace(SDAR, windows=(None, 8)), {}, "sliding windows"),
@@ -91,5 +96,5 @@ def test_features_that_need_tokens_one_by_one_are_refused(groups: Any, field: st
 
 @pytest.mark.parametrize("mode", ["pipeline_parallel", "decode_context_parallel_size"])
 def test_ways_to_share_a_model_that_cut_blocks_apart_are_refused(mode: str) -> None:
-    with pytest.raises(ConfigError, match="SDAR, LLaDA 2"):
+    with pytest.raises(ConfigError, match="SDAR, LLaDA 2, Fast-dLLM v2"):
         engine(device={mode: 2, "tensor_parallel": 2 if mode.startswith("decode") else 1})

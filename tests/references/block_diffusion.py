@@ -1,6 +1,6 @@
 """Diffusion language models that write blocks: SDAR, written from its paper (Cheng et al. 2025, arXiv:2510.06303) over
-Qwen 3's layers, and LLaDA 2 (arXiv:2512.15745) over Ling 2's, with the published sampling by confidence, without KV:
-every pass reads the whole text.
+Qwen 3's layers, LLaDA 2 (arXiv:2512.15745) over Ling 2's, Fast-dLLM v2 (arXiv:2509.26328) over Qwen 2.5's, with the
+published sampling by confidence, without KV: every pass reads the whole text.
 
 One row at a time; T tokens, E hidden size, H heads, D head_dim.
 """
@@ -38,6 +38,10 @@ LLADA_2: dict[str, Any] = {
     **{**sarvam_moe.CONFIG, "architectures": ["LLaDA2MoeModelLM"], "model_type": "llada2_moe"},
     **{"mask_token_id": MASK, "partial_rotary_factor": 0.5, "score_function": "sigmoid"},
 }
+FAST_DLLM: dict[str, Any] = {
+    **{**SIZES, "architectures": ["Fast_dLLM_QwenForCausalLM"], "model_type": "Fast_dLLM_Qwen"},
+    **{"mask_token_id": MASK, "bd_size": 8},
+}
 Logits = Callable[[list[int]], torch.Tensor]
 
 
@@ -47,6 +51,10 @@ def tensors(config: dict[str, Any]) -> Tensors:
         return sarvam_moe.tensors(config)
 
     def layer(index: int) -> dict[str, tuple[int, ...]]:
+        if config["model_type"] == "Fast_dLLM_Qwen":
+            biases = {"q": 48, "k": 16, "v": 16}
+            own = {f"self_attn.{one}_proj.bias": (size,) for one, size in biases.items()}
+            return attention_shapes() | own | mlp_shapes("mlp", config["intermediate_size"])
         shapes = attention_shapes() | {f"self_attn.{one}_norm.weight": (8,) for one in "qk"}
         if "num_experts" not in config:
             return shapes | mlp_shapes("mlp", config["intermediate_size"])
@@ -101,13 +109,15 @@ def attention(
     else:
         at = of_layer(own, "self_attn.")
         q, k, v = (
-            (h_TE @ at[f"{one}_proj.weight"].T).unflatten(1, (-1, config["head_dim"]))
+            (h_TE @ at[f"{one}_proj.weight"].T + at.get(f"{one}_proj.bias", 0.0)).unflatten(
+                1, (-1, config["head_dim"])
+            )
             for one in "qkv"
         )
         norms, out = ("q_norm.weight", "k_norm.weight"), at["o_proj.weight"]
-    q, k = (
-        norm(x, at[name], config["rms_norm_eps"]) for x, name in zip((q, k), norms, strict=True)
-    )
+    if norms[0] in at:
+        eps = config["rms_norm_eps"]
+        q, k = (norm(x, at[name], eps) for x, name in zip((q, k), norms, strict=True))
     share = config.get("partial_rotary_factor", 1.0)
     q, k = (rotated(x, config["rope_theta"], share=share) for x in (q, k))
     k, v = (x.repeat_interleave(heads // kv_heads, 1) for x in (k, v))
@@ -139,4 +149,32 @@ def generate(
             for i in high if len(high) >= share else ranked[:share]:
                 text[i] = int(token[i])
                 open_places.remove(i)
+    return text[len(prompt) : end]
+
+
+def generate_shifted(
+    logits_of: Logits, prompt: list[int], count: int, *, length: int, part: int, threshold: float
+) -> list[int]:
+    """The same of Fast-dLLM v2, whose logits say the token behind theirs: a whole block says the first token of the
+    next; the others come part by part, in each pass those above the threshold and the most likely one."""
+    text, end = list(prompt), len(prompt) + count
+
+    def best(row: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        found = logits_of(row)
+        found[:, MASK] = -torch.inf
+        return found.softmax(-1).max(-1)
+
+    while len(text) < end:
+        if len(text) % length == 0:
+            text.append(int(best(text)[1][-1]))
+        first = len(text) // length * length
+        text += [MASK] * (first + length - len(text))
+        for begin in range(first, first + length, part):
+            while MASK in text[begin : begin + part]:
+                likely, token = best(text)
+                places = [i for i in range(begin, begin + part) if text[i] == MASK]
+                top = max(places, key=lambda i: float(likely[i - 1]))
+                for i in places:
+                    if i == top or float(likely[i - 1]) > threshold:
+                        text[i] = int(token[i - 1])
     return text[len(prompt) : end]

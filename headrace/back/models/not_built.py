@@ -65,11 +65,6 @@ MISSING = (
         needs="passes over a whole text, any token of which sees all others, so that no KV is kept",
     ),
     Missing(
-        family="Fast-dLLM v2",
-        names=("Fast_dLLM_QwenForCausalLM",),
-        needs="blocks written by diffusion whose logits say the token behind theirs",
-    ),
-    Missing(
         family="DiffusionGemma",
         names=("DiffusionGemmaForBlockDiffusion",),
         needs="blocks written from random tokens, with a pass of an encoder over each",

@@ -1,6 +1,6 @@
 """Steps of models that write blocks of text by diffusion: the masks of a block become tokens in
-several passes of the model over the block (low-confidence remasking, as SDAR and LLaDA 2 publish
-it).
+several passes of the model over the block (low-confidence remasking, as SDAR, LLaDA 2 and Fast-dLLM
+publish it).
 
     prompt    its whole blocks are read once; their KV is final
     decide    when the first token of a block is wanted: passes over the block, in which what is
@@ -13,6 +13,9 @@ it).
 The block that a prompt ends in is decided around the prompt's tokens. So it is behind a preemption:
 what was told of it before is decided again, in the same order, as noise depends on seed, position
 and pass alone; the tokens stay those that were told, should rounding say others.
+
+Where logits say the token behind theirs (`shifted`), the last ones of a block give the first token
+of the next, at once and for good; it is kept by row until its block is wanted.
 
 R rows of a step, K blocks of a pass, B tokens of a block, N masks.
 """
@@ -61,6 +64,7 @@ class DenoisingSteps(ExactSteps):
         self._final = np.zeros(num_rows, np.int64)
         self._max_logit = np.zeros((num_rows, spec.length), np.float32)
         self._chosen_logit = np.zeros((num_rows, spec.length), np.float32)
+        self._ahead = _nothing(num_rows)
 
     def begin(self, plan: StepPlan, needs: SamplerInput, masks: AwaitMasks) -> StepPlan:
         """See Steps."""
@@ -83,16 +87,17 @@ class DenoisingSteps(ExactSteps):
         length = self._spec.length
         self.rows.tokens.reserve(shape.max_kv_len + 2 * length)
         known_R = shape.kv_len - plan.drafts if plan.drafts.size else shape.kv_len
-        self._read(shape.rows, known_R // length * length)
+        self._read(shape.rows, known_R)
         wanted = plan.sample & (known_R >= self._final[shape.rows])
         self._decide(shape.rows[wanted], known_R[wanted])
         nothing = torch.empty(0, device=self.rows.device)
         samples = self._samples(shape) if shape.sampled.size else None
         return StepOutputs(out=StepTensors(hidden_TE=nothing), samples=samples)
 
-    def _read(self, row_R: np.ndarray, stop_R: np.ndarray) -> None:
-        """The whole blocks of known tokens below `stop`, as far as they were not read."""
+    def _read(self, row_R: np.ndarray, known_R: np.ndarray) -> None:
+        """The whole blocks of so many known tokens, as far as they were not read."""
         length = self._spec.length
+        stop_R = known_R // length * length
         blocks = [
             (row, first)
             for row, begin, stop in zip(
@@ -102,7 +107,10 @@ class DenoisingSteps(ExactSteps):
         ]
         for begin in range(0, len(blocks), self._most_blocks):
             row_K, first_K = np.array(blocks[begin : begin + self._most_blocks], np.int64).T
-            self._pass(row_K, first_K)
+            hidden_TE = self._pass(row_K, first_K)
+            ends = dict(zip(row_R.tolist(), known_R.tolist(), strict=True))
+            last_K = first_K + length == [ends[row] for row in row_K.tolist()]
+            self._look_ahead(hidden_TE, row_K, first_K, last_K)
         self._final[row_R] = np.maximum(self._final[row_R], stop_R)
 
     def _decide(self, row_R: np.ndarray, known_R: np.ndarray) -> None:
@@ -118,18 +126,54 @@ class DenoisingSteps(ExactSteps):
         open_KB = position_KB >= self.rows.num_prompt[row_K][:, None]
         reported_KB = self._reported(row_K, position_KB, open_KB & (position_KB < known_K[:, None]))
         self._put(row_K, first_K, open_KB, np.full(int(open_KB.sum()), self._spec.mask))
+        if self._spec.shifted:
+            open_KB = self._begin_with_ahead(row_K, first_K, open_KB, reported_KB)
         turn = 0
         while True:
             hidden_TE = self._pass(row_K, first_K)
             left_K = open_KB.any(1)
+            self._look_ahead(hidden_TE, row_K, first_K, ~left_K)
             if not left_K.any():
                 return
-            proposals = self._propose(hidden_TE, row_K, first_K, open_KB, turn)
+            block_N, place_N = open_KB.nonzero()
+            at_N = np.flatnonzero(open_KB) - self._spec.shifted
+            places = row_K[block_N], first_K[block_N] + place_N
+            proposals = self._propose(hidden_TE, at_N, *places, turn)
             row_K, first_K, open_KB = row_K[left_K], first_K[left_K], open_KB[left_K]
             reported_KB = reported_KB[left_K]
             chosen_KB = self._choose(proposals, row_K, first_K, open_KB, reported_KB, turn)
             open_KB = open_KB & ~chosen_KB
             turn += 1
+
+    def _look_ahead(
+        self, hidden_TE: torch.Tensor, row_K: np.ndarray, first_K: np.ndarray, which_K: np.ndarray
+    ) -> None:
+        """What these blocks, which are final, say of the token behind them."""
+        if not self._spec.shifted or not which_K.any():
+            return
+        length, rows_N = self._spec.length, row_K[which_K]
+        at_N = np.flatnonzero(which_K) * length + length - 1
+        proposals = self._propose(hidden_TE, at_N, rows_N, first_K[which_K] + length, 0)
+        for kept, value in zip(self._ahead.columns, proposals.columns, strict=True):
+            kept[rows_N] = value
+
+    def _begin_with_ahead(
+        self,
+        row_K: np.ndarray,
+        first_K: np.ndarray,
+        open_KB: np.ndarray,
+        reported_KB: np.ndarray,
+    ) -> np.ndarray:
+        """The first tokens of blocks that begin open are those that the blocks before say; what is
+        open then."""
+        begins_KB = np.zeros_like(open_KB)
+        begins_KB[:, 0] = open_KB[:, 0]
+        rows_C, reported_C = row_K[open_KB[:, 0]], reported_KB[begins_KB]
+        ahead_C = self._ahead.token[rows_C]
+        self._put(row_K, first_K, begins_KB, np.where(reported_C < 0, ahead_C, reported_C))
+        self._max_logit[rows_C, 0] = self._ahead.max_logit[rows_C]
+        self._chosen_logit[rows_C, 0] = self._ahead.chosen_logit[rows_C]
+        return open_KB & ~begins_KB
 
     def _reported(
         self, row_K: np.ndarray, position_KB: np.ndarray, where_KB: np.ndarray
@@ -145,15 +189,12 @@ class DenoisingSteps(ExactSteps):
     def _propose(
         self,
         hidden_TE: torch.Tensor,
-        row_K: np.ndarray,
-        first_K: np.ndarray,
-        open_KB: np.ndarray,
+        at_N: np.ndarray,
+        rows_N: np.ndarray,
+        positions_N: np.ndarray,
         turn: int,
     ) -> Proposals:
-        """For every open place, MASKS at a time."""
-        at_N = np.flatnonzero(open_KB)
-        block_N, place_N = open_KB.nonzero()
-        rows_N, positions_N = row_K[block_N], first_K[block_N] + place_N
+        """For these positions, by the hidden states at these places; MASKS at a time."""
         sampler, model = self._resources.sampler, self._resources.model
         assert sampler is not None
         parts = []
@@ -185,8 +226,14 @@ class DenoisingSteps(ExactSteps):
         where."""
         confidence_KB = np.full(open_KB.shape, -np.inf)
         confidence_KB[open_KB] = np.nan_to_num(proposals.confidence, nan=0.0)
+        part_B = np.arange(self._spec.length) // self._spec.part
+        within_KB = part_B == part_B[open_KB.argmax(1)][:, None]  # the first part with open places
+        confidence_KB[~within_KB] = -np.inf
         chosen_KB = decided(
-            confidence_KB, open_KB, share=self._spec.share(turn), threshold=self._spec.threshold
+            confidence_KB,
+            open_KB & within_KB,
+            share=self._spec.share(turn),
+            threshold=self._spec.threshold,
         )
         chosen_N = chosen_KB[open_KB]
         block_C, place_C = chosen_KB.nonzero()
@@ -220,6 +267,17 @@ class DenoisingSteps(ExactSteps):
         max_logit[shape.place] = self._max_logit[rows, place]
         chosen_logit[shape.place] = self._chosen_logit[rows, place]
         return StepSamples(tokens=tokens, max_logit=max_logit, chosen_logit=chosen_logit)
+
+
+def _nothing(count: int) -> Proposals:
+    """Proposals that nobody has made yet."""
+    zeros = np.zeros(count, np.float32)
+    return Proposals(
+        token=np.zeros(count, np.int64),
+        confidence=np.zeros(count),
+        max_logit=zeros.copy(),
+        chosen_logit=zeros.copy(),
+    )
 
 
 def decided(

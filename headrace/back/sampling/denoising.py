@@ -34,6 +34,11 @@ class Proposals:
     max_logit: np.ndarray
     chosen_logit: np.ndarray
 
+    @property
+    def columns(self) -> tuple[np.ndarray, ...]:
+        """All of it."""
+        return self.token, self.confidence, self.max_logit, self.chosen_logit
+
 
 def propose(
     sampler: Sampler,

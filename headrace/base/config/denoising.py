@@ -25,6 +25,9 @@ class DiffusionOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     threshold: Annotated[float, Meta(gt=0.0, le=1.0)] = 0.95
     """A pass decides all tokens whose probability is greater, where these are more than its share.
     1: the share alone."""
+    part_length: Annotated[int, Meta(ge=1, le=MOST_BLOCK)] | None = None
+    """Tokens of a part of a block: parts are decided from left to right. None: as the family was
+    published, mostly the whole block."""
     mask_token_id: Annotated[int, Meta(ge=0)] | None = None
     """What stands for a token that is not decided. None: as config.json says, else as the family
     was published."""
@@ -32,12 +35,16 @@ class DiffusionOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 class DenoisingSpec(msgspec.Struct, frozen=True, kw_only=True):
     """See DiffusionOptions; all numbers decided. `length`: tokens of a block; `mask`: the token
-    that stands for one that is not decided, which no answer holds."""
+    that stands for one that is not decided, which no answer holds; `part`: tokens of a part of a
+    block. `shifted`: logits say the token behind theirs, so that the first one of a block follows
+    from the block before."""
 
     length: int
     steps: int
     threshold: float
     mask: int
+    part: int
+    shifted: bool = False
 
     def share(self, turn: int) -> int:
         """Tokens of a block that pass `turn`, from 0 on, decides at least; the first passes take

@@ -43,6 +43,15 @@ class Tiny:
     ) -> list[int]:
         form = self.spec.denoising
         assert form is not None
+        if form.shifted:
+            return reference.generate_shifted(
+                lambda row: reference.logits(self.config, self.weights, row, length=form.length),
+                prompt,
+                count,
+                length=form.length,
+                part=form.part,
+                threshold=form.threshold,
+            )
         return reference.generate(
             lambda row: reference.logits(self.config, self.weights, row, length=form.length),
             prompt,
@@ -67,7 +76,10 @@ def tiny(folder: Path, config: dict[str, Any], form: DenoisingSpec, **changes: A
     return Tiny(replace(spec, **changes), config, weights)
 
 
-SDAR = DenoisingSpec(length=4, steps=3, threshold=0.3, mask=reference.MASK)
+SDAR = DenoisingSpec(length=4, steps=3, threshold=0.3, mask=reference.MASK, part=4)
+FAST_DLLM = DenoisingSpec(
+    length=8, steps=8, threshold=0.4, mask=reference.MASK, part=4, shifted=True
+)
 
 
 @pytest.fixture(scope="module")
@@ -120,15 +132,16 @@ def answers_by_step(core: EngineCore, *requests: EngineRequest) -> dict[int, lis
     ("config", "form"),
     [
         pytest.param(reference.SDAR, SDAR, id="sdar"),
+        pytest.param(reference.FAST_DLLM, FAST_DLLM, id="fast-dllm"),
         pytest.param(
             reference.SDAR_MOE,
-            DenoisingSpec(length=8, steps=8, threshold=0.4, mask=reference.MASK),
+            DenoisingSpec(length=8, steps=8, threshold=0.4, mask=reference.MASK, part=8),
             id="experts",
             marks=pytest.mark.slow,
         ),
         pytest.param(
             reference.LLADA_2,
-            DenoisingSpec(length=32, steps=9, threshold=1.0, mask=reference.MASK),
+            DenoisingSpec(length=32, steps=9, threshold=1.0, mask=reference.MASK, part=32),
             id="llada2",
             marks=pytest.mark.slow,
         ),
@@ -176,6 +189,27 @@ def test_preempted_requests_give_the_same_tokens(sdar: Tiny) -> None:
     for i, prompt in enumerate(prompts):
         assert answers(roomy, request(i, prompt, 21, **sampling)) == {i: found[i]}
     roomy.close()
+
+
+@pytest.mark.slow
+def test_a_first_token_of_a_block_follows_from_the_block_before(tmp_path: Path) -> None:
+    """Behind prefix hits and preemptions too."""
+    made = tiny(tmp_path, reference.FAST_DLLM, FAST_DLLM)
+    core = EngineCore(made.spec, make_executor(made.spec))
+    prompt = prompt_of(1, 40)
+    assert answers(core, request(1, prompt))[1] == made.answer(prompt)
+    for length in (32, 33, 40):
+        assert answers(core, request(2, prompt[:length]))[2] == made.answer(prompt[:length])
+    assert core.kv.num_hits == 16 + 32 + 32
+    core.close()
+    tight = replace(made.spec.kv, num_blocks=7, prefix_caching=False)
+    spec = replace(made.spec, kv=tight)
+    core = EngineCore(spec, make_executor(spec))
+    prompts = [prompt_of(i, 30 + i) for i in range(3)]
+    found = answers(core, *(request(i, p, 21) for i, p in enumerate(prompts)))
+    assert core.scheduler.num_preemptions > 0
+    core.close()
+    assert found == {i: made.answer(p, 21) for i, p in enumerate(prompts)}
 
 
 def test_a_stop_within_a_block_ends_the_answer_there(core: EngineCore, sdar: Tiny) -> None:
@@ -239,7 +273,7 @@ def test_a_pass_decides_its_share_or_all_that_is_sure() -> None:
     assert places(1, 0.7) == [[0, 3], [3], [3]], "more than its share"
     assert places(1, 1.0) == [[0], [3], [3]], "the share alone"
     assert places(2, 0.85) == [[0, 3], [1, 3], [3]], "no more than is open"
-    form = DenoisingSpec(length=8, steps=3, threshold=1.0, mask=0)
+    form = DenoisingSpec(length=8, steps=3, threshold=1.0, mask=0, part=8)
     assert [form.share(turn) for turn in range(3)] == [3, 3, 2]
 
 
