@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from headrace.back.models.load.gguf_dequant import DEQUANTIZE
-from headrace.back.models.load.gguf_dialect import Dialect, Joined
+from headrace.back.models.load.gguf_dialect import Dialect, Joined, stated_numbers
 from headrace.back.models.load.gguf_dialects import dialect_of
 from headrace.back.models.load.gguf_heads import RowOrder
 from headrace.back.models.load.gguf_scales import OuterScales
@@ -28,7 +28,6 @@ from headrace.back.quant.formats.groups import Groups
 from headrace.back.quant.gguf_kept import KEPT_TYPES
 from headrace.base.config.gguf import GGUFFile, GGUFTensor, read_gguf
 from headrace.base.config.gguf_config import gguf_config
-from headrace.base.config.gguf_row import need_int
 from headrace.base.config.quantization import Numbers
 from headrace.base.errors import CheckpointError
 
@@ -86,7 +85,7 @@ class GGUFSource:
             )
             for name, (joined, parts) in self._joined.items()
         }
-        self._stated = _stated(file, self._dialect)
+        self._stated = stated_numbers(file, self._dialect)
         self.entries |= {
             name: CheckpointTensor(shape=(1,), dtype="F32", where=str(path), squeezed=True)
             for name in self._stated
@@ -150,16 +149,23 @@ class GGUFSource:
     def groups(
         self, name: str, source: tuple[slice, ...], device: torch.device = HOST
     ) -> tuple[Groups, Numbers]:
-        """A rectangle of a matrix of one of `KEPT_TYPES`, whole blocks of its inputs at a time."""
-        tensor = self._tensors[name]
+        """A rectangle of a matrix of one of `KEPT_TYPES`, or of one expert's, whole blocks of its
+        inputs at a time."""
+        *outer, rows_cut, columns = source
+        tensor, stored = self._tensors[name], self.blocks(name)
+        data, order = stored.data, stored.order
+        for cut in outer:
+            expert = cut.indices(len(data))[0]
+            tensor = list(_unstacked(tensor, "{}").values())[expert]
+            data = data[expert].reshape(tensor.shape[0], -1)
+            order = np.arange(len(data))
         kind = KEPT_TYPES[tensor.type.name]
-        stored = self.blocks(name)
-        rows = np.ascontiguousarray(stored.data[stored.order[source[0]]])
+        rows = np.ascontiguousarray(data[order[rows_cut]])
         values, scales = kind.unpack(rows.reshape(-1, tensor.type.size))
         scales = self._outer.multiply(tensor, scales).reshape(len(rows), -1)
-        first, last, _ = source[1].indices(tensor.shape[-1])
+        first, last, _ = columns.indices(tensor.shape[-1])
         groups = Groups(
-            values_RC=torch.from_numpy(values.reshape(len(rows), -1)[:, source[1]]).to(device),
+            values_RC=torch.from_numpy(values.reshape(len(rows), -1)[:, columns]).to(device),
             scales_RG=torch.from_numpy(np.ascontiguousarray(scales)).to(device),
             group_C=torch.arange(first, last, device=device) // kind.group,
         )
@@ -229,17 +235,19 @@ class GGUFSource:
         if tensor.type.name == TABLE:
             return "I64"
         moved = self._order is not None and self._order.columns(name) is not None
-        multiplied = self._outer.of(tensor) is not None and not self._scheme(name, tensor)
-        return "F32" if moved or multiplied else tensor.type.name
+        return "F32" if moved or self._multiplied(tensor) else tensor.type.name
 
     def _scheme(self, name: str, tensor: GGUFTensor) -> str:
         """What holds a matrix in groups, with a scale beside it where that has one of its own."""
         kind = KEPT_TYPES.get(tensor.type.name)
         moved = self._order is not None and self._order.columns(name) is not None
-        multiplied = self._outer.of(tensor) is not None and tensor.type.name != "NVFP4"
-        if kind is None or len(tensor.shape) != 2 or moved or multiplied:
+        if kind is None or len(tensor.shape) != 2 or moved or self._multiplied(tensor):
             return ""
         return kind.scheme
+
+    def _multiplied(self, tensor: GGUFTensor) -> bool:
+        """Whether a tensor beside it scales it, where its own numbers do not take that up."""
+        return self._outer.of(tensor) is not None and tensor.type.name != "NVFP4"
 
     def _joined_type(self, joined: Joined, parts: Parts) -> str:
         """That of its rows; floats where they are not those of the file, one after another."""
@@ -265,18 +273,6 @@ def deinterleaved(rows: np.ndarray, heads: int) -> np.ndarray:
     """Undoes GGUF's order of rotary rows: a head's row 2i is the i-th of its first half, row 2i+1
     of its second."""
     return rows.reshape(heads, -1, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
-
-
-def _stated(file: GGUFFile, dialect: Dialect) -> dict[str, float]:
-    """Numbers of layers that metadata hold, by their names here."""
-    values: dict[str, float] = {}
-    for key, name in dialect.stated.items():
-        layers = need_int(file, f"{file.text('general.architecture')}.block_count")
-        listed = file.numbers(key) or ()
-        if len(listed) != layers:
-            raise file.wrong(key, f"a list of {layers} numbers, one for each layer")
-        values |= {name.format(i): float(one) for i, one in enumerate(listed)}
-    return values
 
 
 Parts = tuple[GGUFTensor, GGUFTensor]

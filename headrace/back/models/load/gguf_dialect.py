@@ -1,4 +1,5 @@
-"""What a row of the table of GGUF dialects is (gguf_dialects.py)."""
+"""What a row of the table of GGUF dialects is (gguf_dialects.py), and the numbers that metadata
+hold in place of tensors."""
 
 from __future__ import annotations
 
@@ -8,6 +9,8 @@ from typing import Any
 
 from headrace.back.models.load import gguf_names as names
 from headrace.back.models.load.gguf_heads import RowOrder
+from headrace.base.config.gguf import GGUFFile
+from headrace.base.config.gguf_row import need_int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,3 +52,15 @@ class Joined:
     parts: tuple[str, str]
     turned: bool = False
     flat: bool = False
+
+
+def stated_numbers(file: GGUFFile, dialect: Dialect) -> dict[str, float]:
+    """Numbers of layers that metadata hold, by their names here."""
+    values: dict[str, float] = {}
+    for key, name in dialect.stated.items():
+        layers = need_int(file, f"{file.text('general.architecture')}.block_count")
+        listed = file.numbers(key) or ()
+        if len(listed) != layers:
+            raise file.wrong(key, f"a list of {layers} numbers, one for each layer")
+        values |= {name.format(i): float(one) for i, one in enumerate(listed)}
+    return values

@@ -17,6 +17,7 @@ import torch
 
 from headrace.back.parallel.param import StoredRows
 from headrace.back.quant.formats.groups import Groups
+from headrace.back.quant.gguf_kept import KEPT_TYPES
 from headrace.base.config.quantization import Numbers
 from headrace.base.config.quantization_activations import Activations
 
@@ -197,6 +198,8 @@ class SeparatedSource:
             entry = source.entries[part.name]
             # What other formats keep of three dimensions lies otherwise.
             scheme = entry.scheme if entry.dtype.partition(" ")[2].startswith("mlx") else ""
+            if entry.dtype in KEPT_TYPES:
+                scheme = KEPT_TYPES[entry.dtype].scheme
             kept[name] = replace(entry, shape=(part.rows, *entry.shape[2:]), scheme=scheme)
         self.entries: Mapping[str, CheckpointTensor] = kept
 

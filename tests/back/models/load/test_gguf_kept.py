@@ -137,3 +137,34 @@ def test_the_plan_counts_what_narrow_types_take_once_loaded(name: str, tmp_path:
         for param in model.weights.params
     )
     assert taken == pytest.approx(facts.weight_bytes, rel=0.05)
+
+
+@pytest.mark.skipif(
+    native.unsupported("cpu", torch.float32) is not None, reason="no native kernels"
+)
+@pytest.mark.parametrize("name", ["IQ2_XXS", "NVFP4"])
+def test_experts_stay_quantized_too(name: str, tmp_path: Path) -> None:
+    oracle = tiny_model("qwen3moe", hidden_size=256, moe_intermediate_size=256)
+    count = oracle.config.num_experts
+
+    def quantize(stored: str, values: np.ndarray) -> tuple[np.ndarray, Any]:
+        if "_exps" not in stored:
+            return values, None
+        return random_rows(name, *values.shape), NUMBERS[name]
+
+    def extra(writer: gguf.GGUFWriter) -> None:
+        if name == "NVFP4":
+            scales = np.linspace(0.5, 1.5, count, dtype=np.float32)
+            writer.add_tensor("blk.0.ffn_up_exps.scale", scales)
+
+    path = write_gguf(tmp_path / "m.gguf", "qwen3moe", oracle, quantize=quantize, extra=extra)
+    model, report = load_model(gguf_spec(path), mesh=Mesh(), device=CPU, block_tokens=16)
+    (weights,) = (one for one in report.decisions if one.field == "weights")
+    layers = oracle.config.num_hidden_layers
+    assert weights.chosen == f"{3 * layers * count} {name}", weights
+    kept = run(model)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loading, "unsupported", lambda device, dtype: "is not built")
+        widened, _ = load_model(gguf_spec(path), mesh=Mesh(), device=CPU, block_tokens=16)
+    wide = run(widened)
+    assert (kept - wide).norm() < 0.05 * wide.norm()
