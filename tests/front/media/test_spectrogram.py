@@ -26,10 +26,12 @@ from transformers.models.parakeet.feature_extraction_parakeet import ParakeetFea
 from transformers.models.qwen3_asr.feature_extraction_qwen3_asr import Qwen3ASRFeatureExtractor
 from transformers.models.qwen3_asr.modeling_qwen3_asr import Qwen3ASREncoder
 
+from headrace.base.config.hf import ConfigReader
 from headrace.base.errors import InvalidRequest
 from headrace.front.media.log_mel import RATE
 from headrace.front.media.processors.families import read_media
 from headrace.front.media.processors.spectrogram import spectrogram
+from headrace.front.media.processors.speech_families import read_speech
 from tests.front.media.test_log_mel import sound
 
 BANDS = 128
@@ -263,3 +265,12 @@ def test_models_that_label_frames(tmp_path: Path, seconds: float) -> None:
         ours, _ = frames_of(spectrogram(samples, spec.settings))
         ours = ours.reshape(frames.shape)
         assert np.abs(ours - frames).max() < BOUND
+
+
+@pytest.mark.parametrize(("half", "hears"), [("SpeechToText", True), ("TextToText", False)])
+def test_of_seamless_one_half_hears_and_the_other_reads(
+    half: str, hears: bool, tmp_path: Path
+) -> None:
+    keys = {"model_type": "seamless_m4t", "architectures": [f"SeamlessM4TFor{half}"]}
+    speech = read_speech(tmp_path, ConfigReader(keys, "config.json"))
+    assert (speech is not None) == hears

@@ -102,4 +102,7 @@ _READERS: Mapping[str, Callable[[Path, ConfigReader], SpeechInput]] = {
 def read_speech(folder: Path, config: ConfigReader) -> SpeechInput | None:
     """Of a checkpoint's model; None: its encoder reads no sounds of any length."""
     reader = _READERS.get(str(config.raw.get("model_type")))
-    return None if reader is None else reader(folder, config)
+    names = config.raw.get("architectures")
+    named = str(names[0]) if isinstance(names, list) and names else ""
+    reads_text = named.endswith("ForTextToText")  # SeamlessM4T's other half
+    return None if reader is None or reads_text else reader(folder, config)
