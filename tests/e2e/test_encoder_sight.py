@@ -66,3 +66,23 @@ def test_a_chat_with_florence(tmp_path: Path) -> None:
         assert output.outputs[0].token_ids == _expected(oracle, given, [ids["</s>"]])
         with pytest.raises(InvalidRequest, match="at most 1"):
             llm.chat([{"role": "user", "content": [part, part]}], PARAMS, progress=False)
+
+
+@pytest.mark.slow
+def test_what_a_decoder_begins_with_is_the_text_beside_an_image(tmp_path: Path) -> None:
+    case = CASES["donut"]
+    oracle, ids = _written(case, tmp_path)
+    image = picture(40, 24, 3)
+    part = {"type": "image_pil", "image_pil": image}
+    given = {"pixel_values": case.pixels([image])}
+    with LLM(str(tmp_path), dtype="float32", device="cpu", kv_blocks=64) as llm:
+        for text, start in (("", []), ("<loc_7>", ["<loc_7>"]), ("</s><loc_7>", ["<loc_7>"])):
+            content = [part, {"type": "text", "text": text}] if text else [part]
+            (chat,) = llm.chat([{"role": "user", "content": content}], PARAMS, progress=False)
+            prompt = {"prompt": text, "multi_modal_data": {"image": image}}
+            (plain,) = llm.generate([prompt], PARAMS, progress=False)
+            begin = [ids[one] for one in ("</s>", *start)]
+            expected = _expected(oracle, given, begin)
+            assert chat.outputs[0].token_ids == plain.outputs[0].token_ids == expected
+        with pytest.raises(InvalidRequest, match="has no image"):
+            llm.generate(["a text"], PARAMS, progress=False)

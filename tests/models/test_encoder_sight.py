@@ -16,7 +16,10 @@ import pytest
 import torch
 import transformers
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.donut.image_processing_pil_donut import DonutImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.nougat.image_processing_pil_nougat import NougatImageProcessorPil
+from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
 from headrace.back.executor.inline import InlineExecutor
 from headrace.base.config.media import MediaSpec
@@ -73,11 +76,6 @@ def _t5gemma2() -> Any:
     )
 
 
-def _gemma_pixels(pictures: Sequence[Any]) -> torch.Tensor:
-    processor = Gemma3ImageProcessorPil(size={"height": 16, "width": 16})
-    return processor(list(pictures), return_tensors="pt")["pixel_values"]
-
-
 def _florence2() -> Any:
     vision = {
         **{"depths": [1, 2], "patch_size": [7, 3], "patch_stride": [4, 2], "patch_padding": [3, 1]},
@@ -99,26 +97,102 @@ def _bart() -> dict[str, Any]:
     }
 
 
-def _florence_pixels(pictures: Sequence[Any]) -> torch.Tensor:
-    return CLIPImageProcessorPil(**FLORENCE)(list(pictures), return_tensors="pt")["pixel_values"]
-
-
 FLORENCE = {
     **{"size": {"height": 32, "width": 32}, "do_center_crop": False, "resample": 3},
     **{"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]},
 }
+
+
+def _trocr(encoder: Any, **more: Any) -> Any:
+    sizes = {
+        **{"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 16},
+        **{"intermediate_size": 24, "patch_size": 4, "qkv_bias": False},
+    }
+    says = transformers.TrOCRConfig(**BART_DECODER, **more)
+    return transformers.VisionEncoderDecoderConfig.from_encoder_decoder_configs(
+        encoder(**sizes), says, decoder_start_token_id=START, pad_token_id=1
+    )
+
+
+def _donut() -> Any:
+    """Windows at the edges of its first stage are filled up."""
+    sees = transformers.DonutSwinConfig(
+        **{"image_size": [48, 32], "patch_size": 4, "embed_dim": 8, "depths": [2, 2]},
+        **{"num_heads": [2, 4], "window_size": 3},
+    )
+    says = transformers.MBartConfig(**BART_DECODER, scale_embedding=True)
+    return transformers.VisionEncoderDecoderConfig.from_encoder_decoder_configs(
+        sees, says, decoder_start_token_id=START, pad_token_id=1
+    )
+
+
+BART_DECODER = {
+    **{"vocab_size": 97, "d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 2},
+    **{"decoder_ffn_dim": 40, "max_position_embeddings": 64, "is_decoder": True},
+    **{"add_cross_attention": True},
+}
+VIT = {"size": {"height": 16, "width": 16}}
+DONUT = {"size": {"height": 48, "width": 32}, "do_align_long_axis": True}
+NOUGAT = {
+    **{"size": {"height": 48, "width": 32}, "image_mean": [0.485, 0.456, 0.406]},
+    **{"image_std": [0.229, 0.224, 0.225]},
+}
+
+
+def _by(processor: Any, settings: dict[str, Any]) -> Callable[[Sequence[Any]], torch.Tensor]:
+    return lambda pictures: processor(**settings)(list(pictures), return_tensors="pt")[
+        "pixel_values"
+    ]
+
+
 CASES = {
+    "trocr": Case(
+        config=lambda: _trocr(transformers.ViTConfig, cross_attention_hidden_size=16),
+        oracle=transformers.VisionEncoderDecoderModel,
+        files=VIT,
+        pixels=_by(ViTImageProcessorPil, VIT),
+        reads=17,
+        text=(),
+    ),
+    "trocr-small": Case(
+        config=lambda: _trocr(
+            transformers.DeiTConfig,
+            **{"use_learned_position_embeddings": False, "layernorm_embedding": False},
+            **{"scale_embedding": True, "activation_function": "relu"},
+        ),
+        oracle=transformers.VisionEncoderDecoderModel,
+        files=VIT,
+        pixels=_by(ViTImageProcessorPil, VIT),
+        reads=18,
+        text=(),
+    ),
+    "donut": Case(
+        config=_donut,
+        oracle=transformers.VisionEncoderDecoderModel,
+        files=DONUT,
+        pixels=_by(DonutImageProcessorPil, DONUT),
+        reads=24,
+        text=(),
+    ),
+    "nougat": Case(
+        config=_donut,
+        oracle=transformers.VisionEncoderDecoderModel,
+        files={**NOUGAT, "image_processor_type": "NougatImageProcessor"},
+        pixels=_by(NougatImageProcessorPil, NOUGAT),
+        reads=24,
+        text=(),
+    ),
     "florence2": Case(
         config=_florence2,
         oracle=transformers.Florence2ForConditionalGeneration,
         files=FLORENCE,
-        pixels=_florence_pixels,
+        pixels=_by(CLIPImageProcessorPil, FLORENCE),
     ),
     "t5gemma2": Case(
         config=_t5gemma2,
         oracle=transformers.T5Gemma2ForConditionalGeneration,
         files={"size": {"height": 16, "width": 16}},
-        pixels=_gemma_pixels,
+        pixels=_by(Gemma3ImageProcessorPil, VIT),
         marks={"<start_of_image>": BEGIN, "<end_of_image>": END},
         mark=BEGIN,
     ),
@@ -167,7 +241,7 @@ class Seen:
 
     def expected(self, ids: Sequence[int], pictures: Sequence[Any]) -> tuple[list[int], np.ndarray]:
         """Greedy tokens and their log-probabilities by the reference."""
-        given: dict[str, Any] = {"input_ids": torch.tensor([ids])}
+        given: dict[str, Any] = {} if self.spec.alone else {"input_ids": torch.tensor([ids])}
         if pictures:
             given["pixel_values"] = self.case.pixels(pictures)
         decoded, rows = [START], []
@@ -222,8 +296,9 @@ def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     (folder / "preprocessor_config.json").write_text(json.dumps(case.files))
     spec = read_media(folder, json.loads((folder / "config.json").read_text()))
     assert spec is not None
+    model = model_spec(folder, max_model_len=64, encoder_tokens=case.reads)
     engine = EngineSpec(
-        model=model_spec(folder, max_model_len=64, encoder_tokens=case.reads, image_norm=spec.norm),
+        model=msgspec.structs.replace(model, image_norm=spec.norm),
         kv=KVSpec(block_tokens=16, prefix_caching=False, num_blocks=200),
         scheduler=SchedulerSpec(max_step_tokens=16, max_running=4),
         device=DeviceSpec(device="cpu", executor="inline", threads=1),

@@ -101,7 +101,7 @@ def bart_spec(
     scope: Scope, config: ConfigReader, form: BartForm, *, positions: PositionsSpec
 ) -> EncoderDecoderSpec:
     """A member of the family as data."""
-    sizes, encoder = _sizes(config, "decoder"), encoder_sizes(config)
+    sizes, encoder = half_sizes(config, "decoder"), encoder_sizes(config)
     names = {
         "embedding_norm": "layernorm_embedding" if form.embedding_norm else None,
         "norm": form.last_norm if form.pre else None,
@@ -168,7 +168,7 @@ def _encoder_attention(scope: Scope, sizes: EncoderSizes, index: int) -> TokenLa
     return SpanAttentionLayer(scope, sizes, names=("q_proj", "k_proj", "v_proj"), out="out_proj")
 
 
-def _sizes(config: ConfigReader, half: str) -> DecoderSizes:
+def half_sizes(config: ConfigReader, half: str) -> DecoderSizes:
     """Those of one half, checked."""
     width = config.int("d_model", ge=1)
     heads = config.int(f"{half}_attention_heads", ge=1)
@@ -192,7 +192,7 @@ def _sizes(config: ConfigReader, half: str) -> DecoderSizes:
 
 def encoder_sizes(config: ConfigReader, half: str = "encoder") -> EncoderSizes:
     """Those of one half, as encoders take them."""
-    sizes = _sizes(config, half)
+    sizes = half_sizes(config, half)
     return EncoderSizes(
         vocabulary=sizes.vocabulary,
         width=sizes.width,

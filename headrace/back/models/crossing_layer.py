@@ -82,9 +82,11 @@ def plain_cross_layer(
     feed_forward: FeedForwardSpec,
     norms: tuple[str, str, str],
     post: bool = False,
+    source: int | None = None,
 ) -> CrossLayerSpec:
     """A layer whose heads of both attentions are the same and are not rotated. `cross` names the
-    cross-attention and its four linear layers; those of self_attn have these names too."""
+    cross-attention and its four linear layers; those of self_attn have these names too. `source`:
+    the width of what it reads, where that is not its own."""
     heads = {
         "width": sizes.width,
         "heads": sizes.heads,
@@ -101,7 +103,11 @@ def plain_cross_layer(
             names=AttentionNames(module="self_attn", out=cross[-1]),
         ),
         cross=CrossAttentionSpec(
-            **heads, source=sizes.width, span=scope.encoder_tokens, bias=bias, names=cross
+            **heads,
+            source=source or sizes.width,
+            span=scope.encoder_tokens,
+            bias=bias,
+            names=cross,
         ),
         feed_forward=feed_forward,
         norms=norms,

@@ -38,6 +38,7 @@ ENCODER_DECODERS: Mapping[str, str] = {
     "T5GemmaForConditionalGeneration": "t5gemma",
     "T5Gemma2ForConditionalGeneration": "t5gemma2",
     "Florence2ForConditionalGeneration": "florence2",
+    "VisionEncoderDecoderModel": "vision_encoder_decoder",
 }
 """Architectures whose prompt an encoder reads; their decoder begins with a token of its own."""
 BIDIRECTIONAL: Mapping[str, str] = {"Gemma3TextModel": "embedding_gemma"}

@@ -24,6 +24,7 @@ from headrace.back.layers.rope import read_rope
 from headrace.back.layers.scope import Scope
 from headrace.back.layers.vision.encoder import Grid, Passes, run_through
 from headrace.back.layers.vision.layer import VisionLayerNames
+from headrace.back.layers.vision.merger import NoProjector
 from headrace.back.layers.vision.patches import PatchSpec
 from headrace.back.layers.vision.plain_tower import PlainTower, PlainTowerSpec, TowerNorm
 from headrace.back.models import hf_olmo
@@ -157,33 +158,13 @@ def _tower(stated: ConfigReader) -> PlainTowerSpec:
         layer=layer,
         layers=max(taken),
         taken=taken,
-        projector=Unprojected(outputs=layer.width * len(taken)),
+        projector=NoProjector(outputs=layer.width * len(taken), merge=MERGE),
         side=side,
         positions=("positional_embedding", (side**2 + 1, layer.width)),
         class_token=("class_embedding", (layer.width,)),
         before=TowerNorm(name="pre_ln", norm=LAYER),
         layers_name="transformer.resblocks",
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Unprojected:
-    """Patches as they are, in the order of windows."""
-
-    outputs: int
-    merge: int = MERGE
-
-    def build(self, scope: Scope) -> AsTheyAre:
-        """See ProjectorSpec; it has no parameters."""
-        return AsTheyAre()
-
-
-class AsTheyAre:
-    """x_NE -> x_NE."""
-
-    def merge(self, x_NE: torch.Tensor) -> torch.Tensor:
-        """See Projector."""
-        return x_NE
 
 
 class WindowPool:

@@ -119,9 +119,9 @@ MISSING = (
         family="RWKV 5", names=("Rwkv5ForCausalLM",), needs="a recurrence between those of 4 and 6"
     ),
     Missing(
-        family="TrOCR, Donut, Nougat; GIT",
-        names=("VisionEncoderDecoderModel", "GitForCausalLM"),
-        needs="an encoder that reads an image alone",
+        family="GIT",
+        names=("GitForCausalLM",),
+        needs="images whose rows stand before the texts of a decoder that it has by itself",
     ),
     Missing(
         family="decoders of encoder-decoders alone",

@@ -160,7 +160,9 @@ class ProcessorSettings(msgspec.Struct, frozen=True, kw_only=True):
     whatever its size, 0: they follow from it; `extra`: more than those of its windows.
     `dense`: the most tiles of pictures which fewer would make smaller than this share of their
     width, and whose ratio is above the third and at most the fourth number; 0: any.
-    `marks`: further texts of the family around and between its tiles.
+    `turned`: pictures are turned so that their longer side is that of the one of `sizes`;
+    `trimmed`: margins of pages are cut off. `marks`: further texts of the family around and between
+    its tiles.
 
     Of models that hear: `sound`; `sound_of_video`: a video's is heard too."""
 
@@ -190,6 +192,8 @@ class ProcessorSettings(msgspec.Struct, frozen=True, kw_only=True):
     rows_each: int = 0
     extra: int = 0
     dense: tuple[int, float, float, float] = (0, 0.0, 0.0, 0.0)
+    turned: bool = False
+    trimmed: bool = False
     marks: tuple[str, ...] = ()
     sound: SoundSettings | None = None
     sound_of_video: bool = False

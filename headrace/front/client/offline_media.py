@@ -74,7 +74,10 @@ class OfflineMedia:
             return self._of_vectors(vectors)
         ids = prompt.get("prompt_token_ids")
         if ids is None:
-            ids = self._tokenizer.encode(prompt.get("prompt", ""), max_tokens=max_tokens)
+            special = self._text.media is None or not self._text.media.alone
+            ids = self._tokenizer.encode(
+                prompt.get("prompt", ""), add_special_tokens=special, max_tokens=max_tokens
+            )
         data = prompt.get("multi_modal_data")
         if not data:
             return ids, ()

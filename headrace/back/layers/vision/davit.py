@@ -18,7 +18,7 @@ from headrace.back.layers.mlp import ElementwiseActivation, FeedForwardPlace, Pl
 from headrace.back.layers.norm import LAYER, BlockNorm
 from headrace.back.layers.scope import Scope
 from headrace.back.layers.vision.encoder import Grid
-from headrace.back.layers.vision.patches import PatchSpec, norm_of
+from headrace.back.layers.vision.patches import PatchSpec, WholePictures
 from headrace.back.layers.vision.windows import in_windows, out_of_windows
 from headrace.back.parallel.mesh import Mesh
 from headrace.base.wire.media import MediaForm
@@ -73,7 +73,7 @@ class DavitTower:
 
     def __init__(self, scope: Scope, spec: DavitSpec) -> None:
         scope = replace(scope, mesh=Mesh(), online=None, adapters=None)
-        self._spec, self._scope = spec, scope
+        self._pictures = WholePictures(scope, spec.patches)
         tower, last = scope / "vision_tower", spec.stages[-1].width
         widths = (3, *(stage.width for stage in spec.stages))
         self._convs, self._blocks = [], []
@@ -95,7 +95,6 @@ class DavitTower:
         )
         self._project = WholeLinear(projector / "image_projection", last, spec.outputs)
         self._norm = LAYER.build(projector / "image_proj_norm", spec.outputs, eps=EPS)
-        self._mean_31, self._scale_31 = torch.empty(0), torch.empty(0)
         self._row_SE, self._column_SE, self._time_E = (torch.empty(0),) * 3
         self.forms = (
             MediaForm(
@@ -116,7 +115,7 @@ class DavitTower:
         return torch.cat([self._picture(*each) for each in zip(parts, grids, strict=True)])
 
     def _picture(self, rows_NB: torch.Tensor, grid: Grid) -> torch.Tensor:
-        x_BHWE = self._pixels(rows_NB, grid)
+        x_BHWE = self._pictures.of(rows_NB, grid)
         for conv, blocks in zip(self._convs, self._blocks, strict=True):
             x_BHWE = conv.forward(x_BHWE)
             for block in blocks:
@@ -128,17 +127,7 @@ class DavitTower:
         x_NE = (x_BHWE[0] + torch.cat((columns_HWX, rows_HWX), dim=2)).flatten(0, 1) + self._time_E
         return self._norm.norm(self._project.project(torch.cat((x_NE.mean(0, keepdim=True), x_NE))))
 
-    def _pixels(self, rows_NB: torch.Tensor, grid: Grid) -> torch.Tensor:
-        """[1, H, W, 3] of rows of squares."""
-        (_, h, w), side = grid, self._spec.patches.patch
-        pixels = rows_NB.view(h, w, 3, side, side).permute(0, 3, 1, 4, 2)
-        pixels = pixels.reshape(1, h * side, w * side, 3).float()
-        return ((pixels - self._mean_31) * self._scale_31).to(self.dtype)
-
     def _finish(self) -> None:
-        mean, std = norm_of(self._spec.patches, self._scope.image_norm)
-        self._mean_31 = 255 * torch.tensor(mean, device=self._scope.device)
-        self._scale_31 = 1 / (255 * torch.tensor(std, device=self._scope.device))
         self._row_SE, self._column_SE = self._rows.take(), self._columns.take()
         self._time_E = self._times.take()[0]
 

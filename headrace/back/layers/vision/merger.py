@@ -160,6 +160,26 @@ class TwoLayerProjector:
 
 
 @dataclass(frozen=True, kw_only=True)
+class NoProjector:
+    """Rows stay what they are, in the order of windows, `outputs` wide."""
+
+    outputs: int
+    merge: int = 1
+
+    def build(self, scope: Scope) -> Unprojected:
+        """See ProjectorSpec."""
+        return Unprojected()
+
+
+class Unprojected:
+    """x_NE -> x_NE."""
+
+    def merge(self, x_NE: torch.Tensor) -> torch.Tensor:
+        """See Projector."""
+        return x_NE
+
+
+@dataclass(frozen=True, kw_only=True)
 class OneLayer:
     """Windows side by side, then one linear layer of this name, without a bias unless `bias`."""
 

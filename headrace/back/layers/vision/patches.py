@@ -97,3 +97,26 @@ def norm_of(spec: PatchSpec, stated: ImageNorm | None) -> ImageNorm:
     mean = [first + scale * own for first, scale, own, _ in pairs]
     std = [scale * own for _, scale, _, own in pairs]
     return (mean[0], mean[1], mean[2]), (std[0], std[1], std[2])
+
+
+class WholePictures:
+    """Pixels of rows of squares where they are seen, for towers that begin with convolutions that
+    overlap, or with more patches than an input has rows. `spec`: mean and deviation of colours, and
+    the side of the squares, whose order is that of a grid."""
+
+    def __init__(self, scope: Scope, spec: PatchSpec) -> None:
+        self._scope, self._spec = scope, spec
+        self._mean_C, self._scale_C = torch.empty(0), torch.empty(0)
+        scope.on_finish(self._finish)
+
+    def of(self, rows_NB: torch.Tensor, grid: tuple[int, int, int]) -> torch.Tensor:
+        """[1, H, W, 3] of one picture, normalized."""
+        (_, h, w), side = grid, self._spec.patch
+        pixels = rows_NB.view(h, w, 3, side, side).permute(0, 3, 1, 4, 2)
+        pixels = pixels.reshape(1, h * side, w * side, 3).float()
+        return ((pixels - self._mean_C) * self._scale_C).to(self._scope.dtype)
+
+    def _finish(self) -> None:
+        mean, std = norm_of(self._spec, self._scope.image_norm)
+        self._mean_C = 255 * torch.tensor(mean, device=self._scope.device)
+        self._scale_C = 1 / (255 * torch.tensor(std, device=self._scope.device))

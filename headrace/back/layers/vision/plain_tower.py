@@ -83,7 +83,8 @@ class PlainTowerSpec:
     `class_last` behind them, or `skipped` ones. table_side: patches a side of a table that is
     resized to each image; sides: the only ones such images have; resized: how, with `smooth`
     smoothed where it shrinks.
-    class_token: its name and shape; it stands there `class_times`, sees and is seen, and is left
+    class_token: its name and shape; `second` is that of one behind it, which the table has a row
+    for too; it stands there `class_times`, sees and is seen, and is left
     out in the end, or with `class_alone` is all that is left, or with `class_kept` stands before
     the patches. prefix: learned rows that are seen likewise, without places.
     cropped: a resized table is that of a square around the image. shares: instead of being resized,
@@ -111,6 +112,7 @@ class PlainTowerSpec:
     resized: str = "bilinear"
     positions: tuple[str, tuple[int, ...]] | None = None
     class_token: tuple[str, tuple[int, ...]] | None = None
+    second: tuple[str, tuple[int, ...]] | None = None
     class_last: bool = False
     class_times: int = 1
     class_alone: bool = False
@@ -152,6 +154,7 @@ class PlainTower:
         self._patches = PatchEmbedding(scope, width, spec.patches)
         self._positions = None if spec.positions is None else scope.param(*spec.positions)
         self._class = None if spec.class_token is None else scope.param(*spec.class_token)
+        self._second = None if spec.second is None else scope.param(*spec.second)
         self._prefix = None if spec.prefix is None else scope.param(*spec.prefix)
         self._embedded, self._before, self._behind = (
             None if one is None else one.norm.build(scope / one.name, width, eps=eps)
@@ -189,6 +192,10 @@ class PlainTower:
             self._first_KE = self._class.take().view(1, width) + self._table_PE[own]
             self._first_KE = self._first_KE.repeat(spec.class_times, 1)
             self._table_PE = self._table_PE[:-1] if spec.class_last else self._table_PE[1:]
+        if self._second is not None:
+            second_1E = self._second.take().view(1, width) + self._table_PE[:1]
+            self._first_KE = torch.cat((self._first_KE, second_1E))
+            self._table_PE = self._table_PE[1:]
         if self._prefix is not None:
             self._first_KE = self._prefix.take()
 

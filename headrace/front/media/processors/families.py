@@ -75,6 +75,8 @@ PROCESSORS: Registry[Callable[[ProcessorSettings], Processor]] = Registry(
         "aria": "headrace.front.media.processors.shrunk:AriaProcessor",
         "phi3": "headrace.front.media.processors.phi3:Phi3Processor",
         "phi4": "headrace.front.media.processors.phi4:Phi4Processor",
+        "donut": "headrace.front.media.processors.donut:DonutProcessor",
+        "nougat": "headrace.front.media.processors.donut:NougatProcessor",
         "docling": "headrace.front.media.processors.docling:DoclingProcessor",
         "fuyu": "headrace.front.media.processors.shrunk:FuyuProcessor",
         "pixtral": "headrace.front.media.processors.pixtral:PixtralProcessor",
