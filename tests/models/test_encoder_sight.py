@@ -24,6 +24,7 @@ from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPi
 from headrace.back.executor.inline import InlineExecutor
 from headrace.base.config.media import MediaSpec
 from headrace.base.config.resolved import DeviceSpec, EngineSpec, KVSpec, SchedulerSpec
+from headrace.base.errors import InvalidRequest
 from headrace.base.wire.media import MediaInput
 from headrace.base.wire.request import EngineRequest, RowSampling, StopRules
 from headrace.core.core import EngineCore
@@ -347,3 +348,15 @@ def test_images_are_encoded_ahead_beside_others(seen: Seen) -> None:
     for i, (ids, _) in enumerate(prompts):
         assert got[i][0] == seen.expected(ids, [pictures[i]])[0]
     core.executor.close()
+
+
+@pytest.mark.parametrize("seen", ["donut"], indirect=True)
+def test_a_text_has_no_place_for_the_one_image(seen: Seen) -> None:
+    token, processor = seen.spec.image_token, PROCESSORS.load(seen.spec.processor)
+    assert token is not None
+    medium = _prepared(processor(seen.spec.settings).image(picture(40, 24, 1)), "image", b"", 0, 1)
+    ids, (one,) = expanded([7, 9], [medium], seen.spec, seen.ids_of, field="prompt")
+    assert ids == [token] * 24 + [7, 9] and (one.offset, one.num_tokens) == (0, 24)
+    assert expanded(ids, [medium], seen.spec, seen.ids_of, field="prompt")[0] == ids
+    with pytest.raises(InvalidRequest, match="2 placeholders of image"):
+        expanded([7, token, 9], [medium], seen.spec, seen.ids_of, field="prompt")

@@ -146,6 +146,8 @@ def _with_placeholders(ids: list[int], spec: MediaSpec, num_images: int) -> list
     """With a placeholder for each mark, where marks are what stands for images, or before all else
     where nothing does."""
     mark, token = spec.image_mark, spec.image_token
+    if spec.alone and token is not None and ids[:1] != [token]:  # whatever the text has in it
+        return [*[token] * num_images, *ids]
     if spec.ahead is not None and token is not None and not {mark, token} & set(ids):
         begin = len(spec.ahead) if tuple(ids[: len(spec.ahead)]) == spec.ahead else 0
         return [*spec.ahead, *[token] * num_images, *ids[begin:]]
