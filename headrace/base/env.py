@@ -40,7 +40,8 @@ VARIABLES: tuple[Variable, ...] = (
     ),
     Variable(
         name="HEADRACE_ADMIN",
-        doc="Where `headrace admin` asks: PORT, HOST:PORT or unix:FILE, as the server's --admin-listen.",
+        doc="Where `headrace admin` asks: PORT, HOST:PORT, unix:FILE or https://HOST:PORT, as the "
+        "server's --admin-listen.",
     ),
     Variable(
         name="HEADRACE_RUNTIME_DIR",

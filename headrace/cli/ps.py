@@ -13,7 +13,7 @@ from rich.table import Table
 from headrace.base import env
 from headrace.base.config.units import show_bytes
 from headrace.base.errors import HeadraceError
-from headrace.cli.admin import ask
+from headrace.cli.server_place import ServerPlace, add_place
 
 ADDRESS = "127.0.0.1:8000"
 
@@ -23,35 +23,33 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="headrace ps", description="Show the models of a running server."
     )
-    add_address(parser)
-    arguments = parser.parse_args(argv)
+    add_place(parser, ADDRESS)
+    place = place_of(parser.parse_args(argv))
     table = Table("name", "status", "memory", "until", box=None, pad_edge=False)
-    for card in cards(arguments.address):
+    for card in cards(place):
         table.add_row(card["id"], *_described(card))
     Console().print(table)
     return 0
 
 
-def add_address(parser: argparse.ArgumentParser) -> None:
-    """--address, of the server's API."""
-    parser.add_argument(
-        "--address", default=ADDRESS, help=f"PORT, HOST:PORT or unix:FILE [{ADDRESS}]"
-    )
+def place_of(arguments: argparse.Namespace) -> ServerPlace:
+    """Where the API of a server is."""
+    return ServerPlace(address=arguments.address or ADDRESS, ca_file=arguments.ca_file)
 
 
-def cards(address: str) -> list[dict[str, Any]]:
+def cards(place: ServerPlace) -> list[dict[str, Any]]:
     """GET /v1/models of the server there."""
-    document: Any = asked(address, "GET", "/v1/models", {})
+    document: Any = asked(place, "GET", "/v1/models", {})
     listed: list[dict[str, Any]] = document["data"]
     return listed
 
 
-def asked(address: str, method: str, path: str, body: dict[str, object]) -> dict[str, object]:
+def asked(place: ServerPlace, method: str, path: str, body: dict[str, object]) -> dict[str, object]:
     """The answer of a server's API, with the first key of HEADRACE_API_KEYS; HeadraceError if it
     refuses."""
     keys = env.get("HEADRACE_API_KEYS")
     key = keys.split(",")[0] if keys else None
-    status, answer = ask(address, method, path, body, key=key)
+    status, answer = place.ask(method, path, body, key=key)
     if status >= 400:
         error: Any = answer.get("error", {})
         raise HeadraceError(str(error.get("message", answer)))

@@ -55,7 +55,7 @@ def test_all_three_take_the_same_fields(operation: Any) -> None:
         for field in message.fields
     ] == [(parameter.name, parameter.kind) for parameter in wanted]
     actions = {action.dest: action for action in commands()[operation.name]._actions}
-    assert set(actions) - {"help", "address"} == {parameter.name for parameter in wanted}
+    assert set(actions) - {"help", "address", "ca_file"} == {parameter.name for parameter in wanted}
     for parameter in wanted:
         assert parameter.doc, "its help, in every description"
         assert tuple(actions[parameter.name].choices or ()) == parameter.choices
