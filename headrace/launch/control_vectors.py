@@ -29,11 +29,6 @@ def control_spec(options: Options, model: ModelFacts, rows: int = 0) -> ControlS
     reason = _refusal(model)
     if reason is not None:
         raise _bad("control_vectors", reason)
-    if modules and options.device.sequence_parallel:
-        raise _bad(
-            "control_vector_modules",
-            "not with --sequence-parallel: a rank has but a part of the rows",
-        )
     first, last = _range(layers, model.num_layers - 1)
     named = tuple(map(_named, modules))
     if len({name for name, _ in named}) < len(named):

@@ -302,14 +302,27 @@ FEATURES: tuple[Feature, ...] = (
         },
     ),
     Feature(
-        name="experts that were chosen, hidden states",
-        option="--enable-return-routed-experts, --hidden-states-path",
+        name="experts that were chosen",
+        option="--enable-return-routed-experts",
+        wanted=lambda start: start.engine.model.routed_experts,
+        beside={
+            TENSOR: UnshownPair("every rank chooses alike"),
+            PIPELINE: RefusedPair("each stage has but a part of the layers"),
+        },
+    ),
+    Feature(
+        name="hidden states in files, vectors that requests add to theirs",
+        option="--hidden-states-path, --control-vector-modules",
         wanted=lambda start: (
-            start.engine.model.routed_experts or start.engine.model.hidden_states is not None
+            start.engine.model.hidden_states is not None
+            or bool(start.engine.model.control and start.engine.model.control.named)
         ),
         beside={
-            TENSOR: UnshownPair("every rank chooses alike, and has the whole stream"),
+            TENSOR: ShownPair(
+                "back/runner/test_row_directions.py::test_two_ranks_steer_and_tell_as_one"
+            ),
             PIPELINE: RefusedPair("each stage has but a part of the layers"),
+            SEQUENCE: RefusedPair("each rank has but a part of the tokens"),
         },
     ),
     Feature(

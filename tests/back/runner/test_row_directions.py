@@ -11,15 +11,17 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from headrace.back.executor.inline import InlineExecutor
 from headrace.base.config.resolved import EngineSpec
 from headrace.base.config.tree import DeviceOptions, ModelOptions, Options, SchedulerOptions
 from headrace.base.config.tree import SpeculationOptions as Speculation
 from headrace.base.errors import ConfigError, InvalidRequest
-from headrace.base.wire.request import EngineRequest, RowSampling, StopRules
+from headrace.base.wire.request import EngineRequest, RowSampling, SamplingParams, StopRules
 from headrace.core.admission import check_request
 from headrace.core.core import EngineCore
+from headrace.front.client.llm import LLM
 from headrace.launch.facts import resolve_options
 
 MODEL = Path(__file__).parents[3] / "demo" / "model"
@@ -149,3 +151,35 @@ def test_vectors_that_there_are_not_are_refused_by_name(files: dict[str, Path]) 
     ):
         with pytest.raises(ConfigError, match=said):
             spec_of(changed)
+
+
+@pytest.mark.slow
+def test_two_ranks_steer_and_tell_as_one(files: dict[str, Path], tmp_path: Path) -> None:
+    """And the hidden states of their requests are those of one rank."""
+    layers = {"eagle_aux_hidden_state_layer_ids": [0, 3, 8]}
+    drafting = {
+        "method": "extract_hidden_states",
+        "draft_model_config": {"hf_config": layers},
+    }
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=COUNT, control_vectors=wanted)
+        for wanted in WANTED
+    ]
+    said, states = [], []
+    for ranks in (1, 2):
+        with LLM(
+            "",
+            device="cpu",
+            dtype="float32",
+            tensor_parallel=ranks,
+            hidden_states_path=str(tmp_path / str(ranks)),
+            control_vector_modules=tuple(f"{name}={path}" for name, path in files.items()),
+            speculative_config=drafting,
+        ) as llm:
+            outputs = llm.generate(["Once upon a time"] * len(params), params, progress=False)
+        said.append([one.outputs[0].token_ids for one in outputs])
+        paths = [(one.kv_transfer_params or {})["hidden_states_path"] for one in outputs]
+        states.append([load_file(str(path))["hidden_states"] for path in paths])
+    assert said[0] == said[1] and len({tuple(one) for one in said[0]}) == len(WANTED)
+    for one, two in zip(*states, strict=True):
+        torch.testing.assert_close(two, one, atol=1e-3, rtol=1e-3)
