@@ -396,13 +396,16 @@ def test_token_types_of_a_pair_reach_bert(tmp_path: Path) -> None:
     torch.testing.assert_close(ours, wanted, atol=1e-4, rtol=1e-4)
 
 
-def test_an_encoder_decoder_judges_by_its_last_state(tmp_path: Path) -> None:
+@pytest.mark.parametrize("base", ["Bart", "Mvp", "PLBart"])
+def test_an_encoder_decoder_judges_by_its_last_state(base: str, tmp_path: Path) -> None:
     """As bart-large-mnli does: texts end with one token of their end."""
     sizes = {"encoder_layers": 2, "decoder_layers": 3, "encoder_attention_heads": 4}
     sizes |= {"decoder_attention_heads": 2, "encoder_ffn_dim": 48, "decoder_ffn_dim": 40}
     sizes |= {"vocab_size": 96, "d_model": 32, "max_position_embeddings": 40, "num_labels": 3}
-    config = transformers.BartConfig(**sizes, decoder_start_token_id=2, scale_embedding=True)
-    oracle, spec = saved(tmp_path, "BartForSequenceClassification", config)
+    config = getattr(transformers, f"{base}Config")(
+        **sizes, decoder_start_token_id=2, scale_embedding=True
+    )
+    oracle, spec = saved(tmp_path, f"{base}ForSequenceClassification", config)
     assert spec.family in ENCODERS and spec.head == "sequence"
     facts = {"encodes": True, "whole": ConfigReader(spec.config, "config.json")}
     reader = ConfigReader(spec.config, "config.json")

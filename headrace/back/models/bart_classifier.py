@@ -32,6 +32,8 @@ from headrace.back.models.encoder import Encoder, EncoderSizes, SpanAttentionLay
 from headrace.back.parallel.shard import Part, local_units
 from headrace.base.config.hf import ConfigReader
 
+WRAPS = "plbart"
+"""The type of models whose decoder begins with a text's last token."""
 IGNORED = (
     r"model\.(encoder|decoder)\.embed_tokens\.weight",
     r"final_logits_bias",
@@ -40,7 +42,8 @@ IGNORED = (
 
 
 def build(scope: Scope, config: ConfigReader) -> Encoder:
-    """BartForSequenceClassification."""
+    """BartForSequenceClassification, MvpForSequenceClassification,
+    PLBartForSequenceClassification."""
     inside, form = scope / "model", BartForm(pre=False)
     sizes, decoded = encoder_sizes(config), encoder_sizes(config, "decoder")
     words = Table(inside / "shared", sizes.vocabulary, sizes.width)
@@ -51,7 +54,11 @@ def build(scope: Scope, config: ConfigReader) -> Encoder:
         for i in range(sizes.layers)
     ]
     decoder = [_Layer(inside / "decoder.layers" / str(i), decoded) for i in range(decoded.layers)]
-    start = config.int("decoder_start_token_id", 2, ge=0)
+    if config.bool("use_prompt", False):
+        raise config.wrong("use_prompt", "false")
+    start = None
+    if config.str("model_type", "bart") != WRAPS:
+        start = config.int("decoder_start_token_id", 2, ge=0)
 
     def embed(batch: Batch) -> torch.Tensor:
         return read.begin(words.rows[batch.token_ids_T] * scale, batch)
@@ -79,10 +86,16 @@ def build(scope: Scope, config: ConfigReader) -> Encoder:
     )
 
 
-def _one_later(batch: Batch, start: int) -> torch.Tensor:
-    """The decoder's ids_T: each text without its last token, behind the token it begins with."""
-    ids_T = batch.token_ids_T.roll(1)
-    return ids_T.masked_fill(batch.positions_T == 0, start)
+def _one_later(batch: Batch, start: int | None) -> torch.Tensor:
+    """The decoder's ids_T: each text without its last token, behind the token it begins with; None:
+    that last one."""
+    ids_T, begins_T = batch.token_ids_T.roll(1), batch.positions_T == 0
+    if start is not None:
+        return ids_T.masked_fill(begins_T, start)
+    assert batch.query_start is not None
+    ends_N = torch.as_tensor(batch.query_start[1:], device=ids_T.device).long() - 1
+    ids_T[begins_T] = batch.token_ids_T[ends_N]
+    return ids_T
 
 
 class _Beginning:

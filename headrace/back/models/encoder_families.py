@@ -110,7 +110,9 @@ TEXT_ENCODERS: Mapping[str, str] = {
     "JinaEmbeddingsV3ForMaskedLM": "jina_embeddings_v3",
 }
 """Encoders, by the name with their language-model head."""
-JUDGES: Mapping[str, str] = {"BartForSequenceClassification": "bart_classifier"}
+JUDGES: Mapping[str, str] = {
+    f"{base}ForSequenceClassification": "bart_classifier" for base in ("Bart", "Mvp", "PLBart")
+}
 """Encoder-decoders that judge a text in one step, without a cache."""
 ENCODERS = frozenset(
     {

@@ -129,11 +129,11 @@ MISSING = (
         needs="the encoder that they read from: serve the ...ForConditionalGeneration of the two",
     ),
     Missing(
-        family="encoder-decoders as classifiers, but for BART",
+        family="encoder-decoders as classifiers, but for BART, MVP and PLBART",
         names=tuple(
             f"{base}ForSequenceClassification"
             for base in (
-                *("MBart", "Mvp", "PLBart", "BigBirdPegasus"),
+                *("MBart", "BigBirdPegasus"),
                 *("T5", "MT5", "UMT5", "T5Gemma", "T5Gemma2"),
             )
         ),
