@@ -215,12 +215,6 @@ def _check_group(requested: DeviceOptions) -> None:
             "--enable-expert-parallel workers serve each other between steps; use processes",
             field="executor",
         )
-    if _comes_and_goes(requested) and requested.tensor_parallel > 1:
-        raise ConfigError(
-            f"--max-replicas {requested.max_replicas}: engine cores that share out experts come and "
-            f"go with one device each; --tensor-parallel is {requested.tensor_parallel}",
-            field="max_replicas",
-        )
 
 
 def _expert_group(requested: DeviceOptions) -> ExpertGroupSpec | None:

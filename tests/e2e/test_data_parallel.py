@@ -171,12 +171,17 @@ def test_families_of_experts_write_what_one_rank_writes(family: str, tmp_path: P
     assert max(shares) < whole
 
 
-def test_cores_come_and_go(alone: dict[int, Answer], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("ranks", "counts"), [(1, (3, 2, 4)), (2, (3, 2))])
+def test_cores_come_and_go(
+    ranks: int, counts: tuple[int, ...], alone: dict[int, Answer], tmp_path: Path
+) -> None:
     """PAR-06, PAR-07: 2, 3, 2, 4 cores; each time all of them write what one worker writes."""
-    spec = resolved(data_parallel=2, enable_expert_parallel=True, max_replicas=4)
+    spec = resolved(
+        data_parallel=2, enable_expert_parallel=True, max_replicas=4, tensor_parallel=ranks
+    )
     with group_of(spec, tmp_path / "group") as group, ExitStack() as closing:
         executors, cores = list(group.executors), list(group.cores)
-        for number, count in enumerate((3, 2, 4)):
+        for number, count in enumerate(counts):
             while len(executors) < count:
                 told = in_group(spec, folder="", core=len(executors))
                 executors.append(ProcessExecutor(told))

@@ -140,10 +140,6 @@ def test_experts_of_all_cores_need_not_fit_on_one_gpu() -> None:
         ),
         ({"device": {"replicas": 4}}, "--replicas 4 does not go with --data-parallel 2"),
         ({"device": {"executor": "inline"}}, "--executor inline: with --data-parallel 2"),
-        (
-            {"device": {"max_replicas": 3, "tensor_parallel": 2}},
-            "--max-replicas 3: engine cores .* one device each; --tensor-parallel is 2",
-        ),
         ({"device": {"max_replicas": 1}}, "--max-replicas 1: at least --data-parallel 2"),
         ({"model": {"deterministic": True}}, "allgather_reducescatter does not go with --determin"),
     ],

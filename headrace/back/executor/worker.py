@@ -152,7 +152,7 @@ def serve(channel: Channel) -> None:
         group.listen(plans.put)
     while True:
         try:
-            plan = plans.get() if group is None else group.rounds.next(plans)
+            plan = plans.get() if group is None else group.rounds.next(plans, joint=StepPlan)
         except Exception as error:
             return _fail(channel, begin.rank, None, error)
         assert not isinstance(plan, Ring), "rings are the rounds' own"
@@ -210,6 +210,8 @@ def _shared(group: ExpertGroup, resident: Resident, order: ShareExperts) -> Shar
     try:
         with torch.inference_mode():
             group.become(order.cores, order.folder, resident.movable)
+        if group.device == "cuda":  # steps run on a stream of their own
+            torch.cuda.synchronize()
     except Exception as error:
         log.exception("the experts could not be shared out anew")
         return SharedReply(error=to_wire(error))

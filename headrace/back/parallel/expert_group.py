@@ -79,15 +79,17 @@ class ExpertGroup:
         """A group of the first so many cores, which meet in this folder; those of the present group
         and those that come do it at the same time, with nothing to compute. A core that is not
         among them keeps what it has."""
+        ranks = cores * self.mesh.tp.size
         self.rounds.rest()
         while self.parted:  # those that left it are long gone
             self.parted.pop().end()
-        if cores < self.meeting.tokens.size:
+        if ranks < self.meeting.tokens.size:
             for one in experts:
-                one.leave_to(cores)
+                one.leave_to(ranks)
         if self.core >= cores:
             return
-        place = replace(self.meeting.numbers, size=cores, rank=self.core, group=_NOBODY)
+        rank = self.core * self.mesh.tp.size + self.mesh.tp.rank
+        place = replace(self.meeting.numbers, size=ranks, rank=rank, group=_NOBODY)
         before, self.meeting = self.meeting, meet(folder, place, self.device)
         self.rounds.renew(self.meeting.numbers, self.meeting)
         for one in experts:

@@ -11,7 +11,7 @@ Once no core has anything to do all of them sleep, until one that gets work ring
 The time between is a *period*: every rank counts the same ones, so that a ring that comes late is
 known to be old.
 
-Where a core has several ranks, these begin an order of theirs in the same round: one that has not
+Where a core has several ranks, these begin a step of theirs in the same round: one that has not
 got it yet would serve, and wait for the one that waits for it within the layer.
 """
 
@@ -117,13 +117,14 @@ class MixtureRounds:
             self._awake = True
             self._bell.ring(self._period)
 
-    def next(self, orders: SimpleQueue[T | Ring]) -> T:
-        """The worker's next order; until it comes this rank serves the others."""
+    def next(self, orders: SimpleQueue[T | Ring], *, joint: type) -> T:
+        """The worker's next order; until it comes this rank serves the others. All ranks of a core
+        begin those of the type `joint` in the same round."""
         held: T | None = None
         while True:
             if held is None:
                 held = self._taken(orders)
-            if held is not None and self._alike == 1:
+            if held is not None and (self._alike == 1 or not isinstance(held, joint)):
                 return held
             if not self._awake:
                 if held is None:

@@ -113,7 +113,7 @@ def test_cores_with_different_steps_meet_at_every_mixture(
         waiting = [*plans[rank // alike]]
         if waiting:
             orders[rank].put(waiting.pop(0))
-        while (order := rounds.next(orders[rank])) != STOP:
+        while (order := rounds.next(orders[rank], joint=list)) != STOP:
             for number, rows in order:
                 if alike > 1:  # what the ranks of a core exchange within a layer
                     assert all(int(one) == number for one in all_parts(torch.tensor(number), core))

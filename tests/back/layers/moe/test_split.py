@@ -197,7 +197,7 @@ def test_cores_with_tokens_of_their_own_get_what_one_rank_computes(
                 shares.append(mixture.mixed(tokens, tokens))
         if core:
             done.wait()
-        assert rounds.next(orders[rank]) == STOP
+        assert rounds.next(orders[rank], joint=list) == STOP
         return shares
 
     alone = mixture_on(Mesh()).mixed(x_TE, x_TE)
