@@ -16,6 +16,16 @@ from tests.front.media.pictures import picture
 from tests.models.media import save_media_oracle
 from tests.models.test_encoder_sight import CASES, Case
 
+DEVICES = [
+    pytest.param("cpu", marks=pytest.mark.slow),
+    pytest.param(
+        "cuda",
+        marks=[
+            pytest.mark.gpu,
+            pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
+        ],
+    ),
+]
 PARAMS = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
 
 
@@ -50,13 +60,13 @@ def _expected(oracle: Any, given: dict[str, Any], start: list[int]) -> list[int]
     return decoded[len(start) :]
 
 
-@pytest.mark.slow
-def test_a_chat_with_florence(tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_chat_with_florence(device: str, tmp_path: Path) -> None:
     case = CASES["florence2"]
     oracle, ids = _written(case, tmp_path)
     image = picture(40, 24, 3)
     part = {"type": "image_pil", "image_pil": image}
-    with LLM(str(tmp_path), dtype="float32", device="cpu", kv_blocks=64) as llm:
+    with LLM(str(tmp_path), dtype="float32", device=device, kv_blocks=64) as llm:
         content = [part, {"type": "text", "text": "<REGION_TO_OCR><loc_7>"}]
         (output,) = llm.chat([{"role": "user", "content": content}], PARAMS, progress=False)
         prompt = output.prompt_ids
@@ -68,14 +78,16 @@ def test_a_chat_with_florence(tmp_path: Path) -> None:
             llm.chat([{"role": "user", "content": [part, part]}], PARAMS, progress=False)
 
 
-@pytest.mark.slow
-def test_what_a_decoder_begins_with_is_the_text_beside_an_image(tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_a_decoder_begins_with_is_the_text_beside_an_image(
+    device: str, tmp_path: Path
+) -> None:
     case = CASES["donut"]
     oracle, ids = _written(case, tmp_path)
     image = picture(40, 24, 3)
     part = {"type": "image_pil", "image_pil": image}
     given = {"pixel_values": case.pixels([image])}
-    with LLM(str(tmp_path), dtype="float32", device="cpu", kv_blocks=64) as llm:
+    with LLM(str(tmp_path), dtype="float32", device=device, kv_blocks=64) as llm:
         for text, start in (("", []), ("<loc_7>", ["<loc_7>"]), ("</s><loc_7>", ["<loc_7>"])):
             content = [part, {"type": "text", "text": text}] if text else [part]
             (chat,) = llm.chat([{"role": "user", "content": content}], PARAMS, progress=False)
