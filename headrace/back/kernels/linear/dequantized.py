@@ -77,7 +77,7 @@ def bind_dequantized(
     def launch_for() -> Callable[[int], Launch | None]:
         name = "" if activation is None else activation.activation
         gemm = Gemm(weight_OI=room.part(weight), bias_O=bias_O, activation=name, add=add)
-        return small(gemm)
+        return small(gemm, fresh=True)
 
     def many(x_TI: torch.Tensor, residual_TY: torch.Tensor | None) -> torch.Tensor:
         weight_OI = room.part(weight)

@@ -41,6 +41,8 @@ CHECKED_TOKENS = (*(1 << i for i in range(7)), *range(128, 513, 64), 1024, 2048,
 beyond."""
 LIBRARY_TOKENS = 96
 """A number of tokens of which the library computes most GEMMs, with ours around it."""
+READ_AHEAD = frozenset({"gemv", "gemv_bytes", "skinny", "stream"})
+"""Kernels that read the weight before the kernel in front of them has written its results."""
 Launch = Callable[[torch.Tensor, torch.Tensor], None]
 
 
@@ -85,11 +87,13 @@ def refusal(inputs: int, activation: str | None) -> str | None:
     return None
 
 
-def small(gemm: Gemm) -> Callable[[int], Launch | None]:
+def small(gemm: Gemm, *, fresh: bool = False) -> Callable[[int], Launch | None]:
     """For a number of tokens the launch `f(x_TI, y_TY)`, None where the library's GEMM is taken.
-    With a norm one token only: see triton_skinny.py."""
+    With a norm one token only: see triton_skinny.py. `fresh`: the kernel in front writes the
+    weight."""
     outputs, inputs = gemm.weight_OI.shape
     device = gemm.weight_OI.device
+    without = unfit(gemm) | (READ_AHEAD if fresh else set())
 
     @cache
     def launch_of(tokens: int) -> Launch | None:
@@ -99,7 +103,7 @@ def small(gemm: Gemm) -> Callable[[int], Launch | None]:
             inputs,
             tokens,
             gated=bool(gemm.activation),
-            without=unfit(gemm),
+            without=without,
         )
         return plan and launcher(gemm, plan, tokens)
 
