@@ -133,10 +133,8 @@ def as_admin(served: Served, path: str, document: object = None) -> httpx.Respon
     return served.post(path, document, **{"x-api-key": ADMIN})
 
 
-@pytest.mark.parametrize(
-    "path",
-    ["/sleep?level=1&mode=keep", pytest.param("/pause?mode=keep", marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("path", ["/sleep?level=1&mode=keep", "/pause?mode=keep"])
 def test_what_is_frozen_goes_on_with_the_same_tokens(slow: Served, path: str) -> None:
     """A request that had begun outlives the loss of its KV blocks; its answer is that of one which kept them."""
     undisturbed = asked(slow, 150)

@@ -163,9 +163,8 @@ def test_every_unready_probe_says_when_to_come_back(model: Path) -> None:
         served.process.wait(300)
 
 
-@pytest.mark.parametrize(
-    "path", [pytest.param("/v1/completions", marks=pytest.mark.slow), "/v1/chat/completions/batch"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions/batch"])
 def test_many_prompts_wait_for_room_between_their_waves(narrow: Served, path: str) -> None:
     """Others fill the queue meanwhile: what was done for the first prompts is not thrown away."""
     some = 12

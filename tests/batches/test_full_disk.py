@@ -37,6 +37,7 @@ def full_beyond(served: Served, num_bytes: int) -> Iterator[None]:
     api.rlimit(resource.RLIMIT_FSIZE, before)
 
 
+@pytest.mark.slow
 def test_an_upload_without_room_answers_507_and_leaves_nothing(
     served: Served, tmp_path: Path
 ) -> None:

@@ -142,6 +142,7 @@ def at_a_terminal(hub: Any, answer: str, *words: str) -> str:
     return said.decode(errors="replace")
 
 
+@pytest.mark.slow
 def test_serve_asks_once_at_a_terminal_and_takes_no_for_an_answer(hub: Any, cache: Path) -> None:
     said = at_a_terminal(hub, "n\n", "serve", "org/name", "--port", "0")
     assert "org/name is not in the local cache" in said and "Download it? [y/N]" in said

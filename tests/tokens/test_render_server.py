@@ -246,6 +246,7 @@ def test_grpc_has_health_and_reflection(channel: grpc.Channel) -> None:
     assert any(message.name == "Rendered" for message in file.message_type)
 
 
+@pytest.mark.slow
 def test_keys_guard_grpc_as_they_guard_http() -> None:
     command = [
         *(sys.executable, "-m", "headrace", "render", "--port", "0", "--grpc-port", "0"),
