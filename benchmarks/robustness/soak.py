@@ -1,6 +1,7 @@
 """Mixed requests, a third of them cut at a random moment: memory flat, every block back (1.1, 1.11).
 
 python -m benchmarks.robustness.soak --requests 5000
+python -m benchmarks.robustness.soak --requests 10000 --demo mixture    # experts, latents, recurrent state
 """
 
 from __future__ import annotations
@@ -103,14 +104,17 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--requests", type=int, default=5000)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--demo", default="", help="the small model of this name")
     parser.add_argument("--write", action="store_true", help="keep the report beside this script")
     given = parser.parse_args()
     # A small KV pool fills early (cached prefixes touch its pages one by one): what grows afterwards is a leak.
-    with server("--kv-memory", "64MiB") as (base, supervisor):
+    model = ("--demo", given.demo) if given.demo else ()
+    with server("--kv-memory", "64MiB", *model) as (base, supervisor):
         report = asyncio.run(run(base, supervisor, given.requests, given.seed))
     print(json.dumps(report, indent=1))
     if given.write:
-        Path(__file__).with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
+        name = "_".join(("soak", given.demo) if given.demo else ("soak",))
+        Path(__file__).with_name(f"{name}.json").write_text(json.dumps(report, indent=1) + "\n")
     end, start = report["end"], report["start"]
     held = (
         end.get("running")

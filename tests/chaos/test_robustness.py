@@ -49,11 +49,13 @@ def test_hostile_requests_do_no_harm_to_bystanders_or_the_server() -> None:
 
 
 @pytest.mark.slow
-def test_a_soak_with_aborts_leaves_nothing_behind() -> None:
-    report = run("soak", "--requests", "80", "--seed", "7")
+@pytest.mark.parametrize("model", [(), ("--demo", "mixture")], ids=["dense", "hybrid"])
+def test_a_soak_with_aborts_leaves_nothing_behind(model: tuple[str, ...]) -> None:
+    report = run("soak", "--requests", "80", "--seed", "7", *model)
     start, end = report["start"], report["end"]
     assert (end["running"], end["waiting"], end["refcount_sum"]) == (0, 0, 0)
     assert end["free_blocks"] == start["free_blocks"] == end["total_blocks"]
+    assert end["free_rows"] == start["free_rows"] == end["total_rows"]
     assert sum(report["outcomes"].values()) == 80
     assert {"200", "cut"} == set(report["outcomes"])
 
