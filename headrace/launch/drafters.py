@@ -115,12 +115,11 @@ def requested_of(options: Options) -> SpeculationOptions | None:
     requested = options.scheduler.speculative_config
     if requested is None:
         return None
-    for name, value, why in (
-        ("rejection_sample_method", "synthetic", "its answers are not the model's"),
-        ("draft_sample_method", "probabilistic", "drafts are the most likely tokens"),
-    ):
-        if getattr(requested, name) == value:
-            raise refused(f"{name} {value!r} is not part of headrace: {why}")
+    if requested.draft_sample_method != "greedy":
+        raise refused(
+            f"draft_sample_method {requested.draft_sample_method!r} is not part of headrace: drafts "
+            "are the most likely tokens"
+        )
     if requested.method != CUSTOM:
         return requested
     installed = extensions.allowed(extensions.DRAFTERS)

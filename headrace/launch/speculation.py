@@ -79,7 +79,9 @@ def speculation_spec(
         min_match=least,
         adaptive=requested.adaptive,
         parallel=draft is not None and draft.parallel,
-        masked=engine.device.pipeline_parallel == 1,
+        rates=_rates(requested, engine, method, draft),
+        masked=engine.device.pipeline_parallel == 1
+        and requested.rejection_sample_method != "synthetic",
         suffix=_suffix(requested) if method == "suffix" else None,
         model=None if draft is None else _drafter(draft, model, engine),
     )
@@ -98,6 +100,26 @@ def _unverifiable(options: Options, model: ModelFacts, engine: EngineSpec) -> st
     if options.model.attention_capture:
         return "not with --attention-capture, whose steps run token by token"
     return None
+
+
+def _rates(
+    requested: SpeculationOptions, engine: EngineSpec, method: str, draft: DraftCheckpoint | None
+) -> tuple[float, ...]:
+    """With which drafts stand that are not the model's to judge."""
+    rates, most = requested.synthetic_acceptance_rates, requested.num_speculative_tokens
+    if requested.rejection_sample_method != "synthetic":
+        if rates:
+            raise refused("synthetic_acceptance_rates goes with rejection_sample_method synthetic")
+        return ()
+    most = most or _drafts(method, draft)
+    if len(rates) != most or list(rates) != sorted(rates, reverse=True):
+        raise refused(
+            f"synthetic_acceptance_rates: {most} rates are wanted, none greater than the one before "
+            f"it; {', '.join(map(str, rates)) or 'none'} given"
+        )
+    if engine.device.device == "cpu" and engine.device.records:
+        raise refused("rejection_sample_method synthetic needs --enforce-eager on a CPU")
+    return rates
 
 
 def _suffix(requested: SpeculationOptions) -> SuffixSpec:

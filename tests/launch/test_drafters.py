@@ -106,8 +106,25 @@ def test_what_cannot_draft_is_refused_with_the_numbers(tmp_path: Path) -> None:
             """"model" is 'a.b.C', no drafter that is installed and allowed by --extensions (there are: none""",
         ),
         (
-            {"method": "ngram", "rejection_sample_method": "synthetic"},
-            "rejection_sample_method 'synthetic' is not part of headrace",
+            {
+                "method": "ngram",
+                "rejection_sample_method": "synthetic",
+                "num_speculative_tokens": 2,
+            },
+            "2 rates are wanted, none greater than the one before it; none given",
+        ),
+        (
+            {
+                "method": "ngram",
+                "num_speculative_tokens": 2,
+                "rejection_sample_method": "synthetic",
+                "synthetic_acceptance_rates": (0.8, 0.5),
+            },
+            "synthetic needs --enforce-eager on a CPU",
+        ),
+        (
+            {"method": "ngram", "synthetic_acceptance_rates": (0.5,)},
+            "goes with rejection_sample_method synthetic",
         ),
         (
             {"method": "ngram", "draft_sample_method": "probabilistic"},

@@ -100,7 +100,7 @@ class BucketSteps:
         self._inputs, self._commit = inputs.bind(), commit.bind()
         self._chosen = decisions((inputs, commit))
         self.common_rows, self.distinct_rows = buckets.common_rows, buckets.distinct_rows
-        self._tables = step_tables(
+        tables = self._tables = step_tables(
             max_rows=max_rows,
             max_model_len=max_model_len,
             groups=problem.groups_of(num_groups),
@@ -108,19 +108,19 @@ class BucketSteps:
             device=device,
             speculates=drafter is not None,
         )
-        self.rows = Rows.over(self._tables, resources.groups, block_tokens=block_tokens)
+        rows = self.rows = Rows.over(self._tables, resources.groups, block_tokens=block_tokens)
         self._speculation: DraftVerification | None = None
         if drafter is not None:
             self._speculation = DraftVerification(
-                drafter, problem, self._tables, self.rows, replay, max_rows=draft_rows
+                drafter, problem, tables, rows, replay, max_rows=draft_rows, rates=resources.rates
             )
         self.max_drafts = 0 if drafter is None else drafter.max_drafts
         taps = self._taps = None if drafter is None else drafter.taps
         self._sees_last = None if self._speculation is None else self._speculation.sees_last
         self._exact = ExactSteps(resources, self.rows, taps=taps)
+        self._newest: Bucket | None = None
         apart = replay.on_host or drafter is not None
         self._media = MediaSteps(resources.state, max_tokens, block_tokens, apart)
-        self._newest: Bucket | None = None
         self._expands = not replay.on_host and resources.model.host_pairs is not None
         self._message = StepMessage(problem, self._tables, buckets.largest.updates, slots=RING)
         self._argmax_ring = SampleRing((2, max_tokens if drafter is not None else max_rows), device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -82,7 +83,7 @@ def bucket_steps(
     speculation = spec.speculation
     drafter = None if speculation is None else _drafter(speculation, resources, spec)
     return kind(
-        resources,
+        resources if speculation is None else replace(resources, rates=speculation.rates),
         replay,
         sizes=sizes,
         num_groups=num_groups,

@@ -58,7 +58,8 @@ class StepResources:
     group. sample: samples within steps; None: this device's steps only take the argmax. groups: see
     Rows. slots: of the rows' adapters, where the model takes any. network: what drafts, where that
     has weights: its caches lie in `kv` behind the model's, from `model_caches` on. sampler: of
-    steps that sample several times."""
+    steps that sample several times. rates: with which drafts stand (synthetic.py); none: as the
+    model says."""
 
     model: CausalModel
     state: ModelState
@@ -72,6 +73,7 @@ class StepResources:
     network: DraftNetwork | None = None
     model_caches: int = 0
     sampler: Sampler | None = None
+    rates: tuple[float, ...] = ()
 
 
 def head_shortcuts(model: CausalModel) -> dict[HeadOutput, TopOf]:

@@ -32,6 +32,7 @@ from headrace.back.runner.results import AwaitMasks, ProposedDrafts, StepTensors
 from headrace.back.runner.sizes import Bucket
 from headrace.back.sampling.in_step import SamplerInput
 from headrace.back.speculative.drafter import Drafter
+from headrace.back.speculative.synthetic import synthetic
 from headrace.base.config.resolved import Decision
 from headrace.base.wire.grammar import StepMasks, unpack_masks
 from headrace.base.wire.step import NO_DRAFTS, StepPlan
@@ -71,15 +72,18 @@ class DraftVerification:
         replay: Replay,
         *,
         max_rows: int,
+        rates: tuple[float, ...] = (),
     ) -> None:
         """If the replay is `on_host`, a step has run by the time the next one begins, and the host
-        reads what it left."""
+        reads what it left. `rates`: see synthetic.py; none: drafts stand as the model says."""
         assert tables.length_M is not None
         self._drafter = drafter
         self._tables = tables
         self._length_M = tables.length_M
         choice = VERIFY.choose(problem)
         self._verify = choice.bind()
+        if rates:
+            self._verify = synthetic(self._verify, rates, problem, tables.length_M.device)
         self._decisions = (*drafter.decisions, *decisions((choice,)))
         self.max_drafts = drafter.max_drafts
         self.count_M = torch.zeros_like(tables.length_M)

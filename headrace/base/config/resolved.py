@@ -276,11 +276,10 @@ class SuffixSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SpeculationSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """See SpeculationOptions; all numbers decided. `num_tokens`: drafts of a row in a step at most.
-    `max_rows`: steps of more decoding rows draft nothing, as they gain nothing by it. A step
-    schedules tokens as without drafts (`SchedulerSpec.max_step_tokens`); `max_forward_tokens` is
-    what a forward pass holds. `masked`: rows with grammars draft too. `model`: the checkpoint that
-    a drafter's weights lie in, the model's own where it carries them; None: it has none."""
+    """See SpeculationOptions; all numbers decided. `num_tokens`: drafts of a row in a step at most;
+    `max_rows`: steps of more decoding rows draft nothing. A step schedules tokens as without drafts
+    (`SchedulerSpec.max_step_tokens`); `max_forward_tokens` is what a forward pass holds. `masked`:
+    rows with grammars draft too. `rates`: with which drafts stand, whatever the model says."""
 
     method: str
     num_tokens: int
@@ -290,6 +289,7 @@ class SpeculationSpec(msgspec.Struct, frozen=True, kw_only=True):
     adaptive: bool = False
     parallel: bool = False
     masked: bool = True
+    rates: tuple[float, ...] = ()
     suffix: SuffixSpec | None = None
     model: ModelSpec | None = None
 

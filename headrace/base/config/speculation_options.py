@@ -59,7 +59,10 @@ class SpeculationOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     """draft_model: it was trained to draft all tokens in one pass (PARD)."""
     rejection_sample_method: Literal["standard", "block", "synthetic"] = "standard"
     """How drafts are verified. Drafts are single tokens, so that block verification lets stand what
-    the standard one does. synthetic is refused: its answers are not the model's."""
+    the standard one does. synthetic: drafts stand by synthetic_acceptance_rates, whatever the model
+    says, for measuring; the answers are not the model's."""
+    synthetic_acceptance_rates: tuple[Annotated[float, Meta(ge=0.0, le=1.0)], ...] = ()
+    """synthetic: the rate with which the first draft stands, the first two do, and so on."""
     draft_sample_method: Literal["greedy", "probabilistic"] = "greedy"
     """Drafts are the most likely tokens; probabilistic is refused: where a draft stands while it is
     the model's sample, a random one stands less often."""
