@@ -3,6 +3,7 @@ their reason, then, last, what failed."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections import Counter
@@ -25,7 +26,6 @@ LEAST_EXAMPLES = 5
 
 try:
     from hypothesis import HealthCheck, settings
-    from hypothesis.internal.conjecture import providers
 except ImportError:  # `make test-gpu` does without it
     settings = None
 else:
@@ -45,9 +45,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Every run says where its time went; some run in parts."""
     if _draws_the_same(config):
-        # Of the package's files that are imported by then, which other tests decide, it would draw the constants too:
-        # reading them takes a worker 3 s.
-        providers.is_local_module_file = lambda file: False
+        _draw_no_constants()
     config.pluginmanager.register(CpuReport(config))
     config.pluginmanager.register(Frozen())
     if not hasattr(config, "workerinput"):
@@ -91,6 +89,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _draws_the_same(config: pytest.Config) -> bool:
     return settings is not None and config.getoption("--hypothesis-profile", None) in (None, "same")
+
+
+def _draw_no_constants() -> None:
+    """Hypothesis would also draw the constants of those of our files that are imported by then, which the tests before
+    decide; reading them takes a worker 3 s."""
+    with contextlib.suppress(ImportError):  # the oldest version that we take draws none
+        from hypothesis.internal.conjecture import providers
+
+        providers.is_local_module_file = lambda file: False
 
 
 def _draw_fewer(item: pytest.Item) -> None:
