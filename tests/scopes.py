@@ -13,7 +13,7 @@ from xdist.scheduler import LoadFileScheduling
 
 TOGETHER = (
     *("tests/api", "tests/architecture", "tests/batches", "tests/core/grammar", "tests/dialects"),
-    "tests/tokens",
+    *("tests/e2e", "tests/tokens"),
 )
 FEW = 4
 """Workers at most."""

@@ -13,14 +13,6 @@ import pytest
 from headrace.bench.held_out import AnswerCheck, EvalItem, read_items
 from headrace.bench.scoring import FunctionCall, score, score_tool_calls
 from tests.api.clients import openai_client
-from tests.api.serving import serving
-
-
-@pytest.fixture(scope="module")
-def base_url() -> Iterator[str]:
-    with serving(None) as served:
-        yield served.url
-        assert served.stop(timeout_s=300) == 0, "a drained server ends with status 0"
 
 
 @pytest.fixture(scope="module")

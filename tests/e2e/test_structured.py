@@ -15,7 +15,7 @@ import pytest
 from pydantic import BaseModel, Field
 
 from tests.api.clients import openai_client
-from tests.api.serving import NO_TLS, serving
+from tests.api.serving import NO_TLS
 from tests.stopwatch import Stopwatch
 
 ASK: Any = [{"role": "user", "content": "Make a JSON object with name Bob and age 30."}]
@@ -47,15 +47,8 @@ ADD: Any = {
 
 
 @pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    with serving(None) as served:
-        yield served.url
-        assert served.stop() == 0
-
-
-@pytest.fixture(scope="module")
-def client(url: str) -> Iterator[openai.OpenAI]:
-    with openai_client(url) as made:
+def client(base_url: str) -> Iterator[openai.OpenAI]:
+    with openai_client(base_url) as made:
         yield made
 
 
@@ -363,11 +356,11 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
 @pytest.mark.serial
 @pytest.mark.parametrize(("fields", "param", "words"), REFUSED)
 def test_what_cannot_be_is_refused_by_name_and_soon(
-    url: str, fields: dict[str, Any], param: str, words: str
+    base_url: str, fields: dict[str, Any], param: str, words: str
 ) -> None:
     body = {"messages": HELLO, "max_tokens": 20, **fields}
     watch = Stopwatch()
-    answer = httpx.post(url + "/v1/chat/completions", json=body, timeout=300, verify=NO_TLS)
+    answer = httpx.post(base_url + "/v1/chat/completions", json=body, timeout=300, verify=NO_TLS)
     undisturbed_s = watch.undisturbed_s
     error = answer.json()["error"]
     assert answer.status_code == 400 and error["param"] == param, error
@@ -375,7 +368,7 @@ def test_what_cannot_be_is_refused_by_name_and_soon(
     assert undisturbed_s < 5.0
 
 
-def test_bad_schemas_of_one_client_hold_up_nobody(url: str) -> None:
+def test_bad_schemas_of_one_client_hold_up_nobody(base_url: str) -> None:
     """REG-109, BEY-21: others stream on while one sends what cannot or should not be compiled."""
     bombs: list[Any] = [
         {"structured_outputs": {"regex": "((a{1,900}){1,900}){1,900}b"}},
@@ -387,7 +380,7 @@ def test_bad_schemas_of_one_client_hold_up_nobody(url: str) -> None:
     def send(fields: dict[str, Any]) -> int:
         body = {"messages": HELLO, "max_tokens": 5, **fields}
         return httpx.post(
-            url + "/v1/chat/completions", json=body, timeout=600, verify=NO_TLS
+            base_url + "/v1/chat/completions", json=body, timeout=600, verify=NO_TLS
         ).status_code
 
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
@@ -396,11 +389,11 @@ def test_bad_schemas_of_one_client_hold_up_nobody(url: str) -> None:
         assert {one.result() for one in plain} == {200}
         # 503: the machine is too busy to tell whether it is the grammar that takes so long
         assert {one.result() for one in attacks} <= {200, 400, 503}
-    assert httpx.get(url + "/health", verify=NO_TLS, timeout=300).status_code == 200
+    assert httpx.get(base_url + "/health", verify=NO_TLS, timeout=300).status_code == 200
 
 
 @pytest.mark.slow
-def test_fuzzed_structures_never_give_a_server_error(url: str) -> None:
+def test_fuzzed_structures_never_give_a_server_error(base_url: str) -> None:
     """P7, P12: whatever stands in these fields is the sender's error, or works."""
     import random
 
@@ -420,7 +413,7 @@ def test_fuzzed_structures_never_give_a_server_error(url: str) -> None:
         return random_.choice(values)
 
     statuses = []
-    with httpx.Client(base_url=url, timeout=300, verify=NO_TLS) as http:
+    with httpx.Client(base_url=base_url, timeout=300, verify=NO_TLS) as http:
         for _ in range(250):
             chosen = random_.sample(keys, random_.randint(1, 2))
             body = {"messages": HELLO, "max_tokens": 3, **{key: value(3) for key in chosen}}
