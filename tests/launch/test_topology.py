@@ -44,7 +44,7 @@ def test_replicas_that_may_come_have_devices_of_their_own(
     assert seen == ["0", "1"]
     with pytest.raises(ConfigError, match="--tensor-parallel 1 x --max-replicas 3 needs 3 devices"):
         resolved(planned, device={"device": "cuda", "max_replicas": 3})
-    with pytest.raises(ConfigError, match=r"--max-replicas 1: at least --replicas \(2\)"):
+    with pytest.raises(ConfigError, match=r"--max-replicas 1: at least --replicas 2 is needed"):
         resolved(device={"replicas": 2, "max_replicas": 1})
 
 
