@@ -20,7 +20,7 @@ pytest.importorskip("triton")
 
 CONFIGS: dict[str, tuple[str, Any]] = {
     case: (
-        f"{name if name == 'HrmText' else name.removesuffix('Text')}ForCausalLM",
+        f"{name if name in ('AriaText', 'HrmText') else name.removesuffix('Text')}ForCausalLM",
         partial(tiny_config, case),
     )
     for case, (name, _) in CASES.items()
