@@ -87,12 +87,17 @@ def hearing(name: str, folder: Path) -> Hearing:
     text.vocab_size, text.eos_token_id, text.bos_token_id = ids[""], ids[END], None
     if hasattr(text, "vocab_size_per_layer_input"):
         text.vocab_size_per_layer_input = ids[""]
-    oracle = save_media_oracle(
-        getattr(transformers, f"{case.model}ForConditionalGeneration"), config, folder
-    )
+    oracle = save_media_oracle(_model_class(case.model), config, folder)
     spec = read_media(folder, json.loads((folder / "config.json").read_text()))
     assert spec is not None and spec.audio_token == ids[MARK]
     return Hearing(folder=folder, case=case, oracle=oracle, ids=ids, spec=spec)
+
+
+def _model_class(name: str) -> Any:
+    """Most are named by what they do too."""
+    return getattr(transformers, f"{name}ForConditionalGeneration", None) or getattr(
+        transformers, name
+    )
 
 
 def prompt(*parts: str) -> str:

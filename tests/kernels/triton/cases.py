@@ -1010,7 +1010,8 @@ ONLY = {
         *("experts int4 Hopper", "experts int4 Hopper of all", "experts mxfp4 Hopper"),
         "experts int4 Hopper of 16",
         "experts nvfp4 Hopper",
-        *("experts Hopper", "expanded_attention Hopper", "latent_attention Hopper"),
+        *("experts Hopper", "experts Hopper of a rank"),
+        *("expanded_attention Hopper", "latent_attention Hopper"),
         *("chunks gated_delta", "chunks gated_delta channels", "chunks gated_delta 24"),
         *("chunks gated_delta 256", "chunks ssd_scan", "chunks ssd_scan 256"),
     )

@@ -14,6 +14,7 @@ from headrace.base import env
 
 pytest.importorskip("triton")
 from headrace.back.kernels.triton.room import BY_TARGET
+from tests.kernels.triton import cases
 from tests.kernels.triton.machine_code import descriptors, is_whole
 
 pytestmark = pytest.mark.long
@@ -53,6 +54,12 @@ def test_a_product_compiles_for_nvidia_and_amd(tmp_path: Path) -> None:
     for one in found:
         assert MATRIX[one["target"]] in one["found"], one
     assert "griddepcontrol" in found[0]["found"] and "cp.async" in found[0]["found"]
+
+
+def test_cases_of_hopper_are_compiled_for_it_alone() -> None:
+    named = [title for title, _ in cases.CASES if "Hopper" in title]
+    assert len(named) > 10
+    assert all(set(cases.ONLY[title]) == {"cuda:90"} for title in named)
 
 
 @pytest.mark.slow
