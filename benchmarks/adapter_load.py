@@ -49,7 +49,7 @@ class Crowd:
         adapters["lora_folders"] = (str(folder),)
         options = with_options(options, "adapters", **adapters)
         spec = resolve_options(options).engine
-        write_adapters(spec, folder, NAMES, asked.rank)
+        write_adapters(spec, folder, NAMES, asked.rank, "all")
         executor = make_executor(spec)
         assert spec.model.adapters is not None
         held = Adapters(spec.model.adapters, executor.adapt)
