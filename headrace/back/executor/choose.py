@@ -3,12 +3,12 @@ it is chosen."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import cast
 
 from headrace.back.kernels.triton import compilers
 from headrace.back.platforms import huge_pages
+from headrace.back.platforms.cpu import usable_cores
 from headrace.base import env
 from headrace.base.config.quantization_options import WEIGHT_BITS
 from headrace.base.config.resolved import EngineSpec, ModelSpec
@@ -42,7 +42,7 @@ def make_executor(spec: EngineSpec) -> Executor:
             f"{device.world_size}: use --executor processes",
             field="executor",
         )
-    if device.threads * device.world_size >= len(os.sched_getaffinity(0)):
+    if device.threads * device.world_size >= usable_cores():
         env.set_default("OMP_WAIT_POLICY", "passive")
     if device.executor == "inline" and device.device == "cpu":
         huge_pages.expect(_expected_bytes(spec.model))

@@ -7,7 +7,6 @@ while one is copied from the device, another's checksum is made, and a third is 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack
@@ -15,6 +14,8 @@ from queue import SimpleQueue
 from typing import TypeVar
 
 import torch
+
+from headrace.back.platforms.cpu import usable_cores
 
 MAX_LANES = 4
 """Side by side. On the device each holds a piece twice while it gathers it."""
@@ -66,7 +67,7 @@ class Lanes:
     """The lanes of one rank: as many as it has cores, at most MAX_LANES."""
 
     def __init__(self, device: torch.device) -> None:
-        count = min(MAX_LANES, len(os.sched_getaffinity(0)))
+        count = min(MAX_LANES, usable_cores())
         self._free: SimpleQueue[Lane] = SimpleQueue()
         for _ in range(count):
             self._free.put(Lane(device))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import msgspec
 import numpy as np
 import pytest
@@ -52,6 +54,20 @@ def dummy_spec() -> EngineSpec:
         seed=3,
     )
     return msgspec.structs.replace(spec, model=model)
+
+
+@pytest.mark.parametrize(("cores", "policy"), [(2, "passive"), (3, None)])
+def test_threads_on_every_usable_core_do_not_spin(
+    monkeypatch: pytest.MonkeyPatch, cores: int, policy: str | None
+) -> None:
+    """Cores under a container's limit, which its affinity mask does not tell of."""
+    monkeypatch.setattr("headrace.back.executor.choose.usable_cores", lambda: cores)
+    monkeypatch.setenv("OMP_WAIT_POLICY", "")  # put back behind the test
+    monkeypatch.delenv("OMP_WAIT_POLICY")
+    spec = tiny_spec()
+    device = msgspec.structs.replace(spec.device, executor="null", threads=2)
+    make_executor(msgspec.structs.replace(spec, device=device)).close()
+    assert os.environ.get("OMP_WAIT_POLICY") == policy
 
 
 def generate(executor: Executor, *, most: int, seed: int) -> list[list[int]]:

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import Any
 
+from headrace.back.platforms.cpu import usable_cores
 from headrace.base import env
 from headrace.base.pipe_process import PipeProcess
 
@@ -72,7 +72,7 @@ _compilers: list[Compilers] = []
 def expected(device: str) -> Iterator[None]:
     """Within it a model is loaded and made ready on a device: on GPUs there are processes that
     compile, if there is nothing in the cache."""
-    count = min(MOST, len(os.sched_getaffinity(0)) - 2)
+    count = min(MOST, usable_cores() - 2)
     if device != "cuda" or count < 2 or (env.cache_dir() / FOLDER).exists():
         yield
         return
