@@ -52,6 +52,10 @@ Ranges = tuple[torch.Tensor, ...]
 """Where the blocks of a group lie: uint8 [blocks, bytes] each."""
 Part = tuple[Ranges, torch.Tensor]
 """Of a group, and some of its blocks, int64."""
+MovePiece = Callable[[Ranges, torch.Tensor, int, Lane], bytes]
+"""Moves blocks to or from a place in a file: their checksum."""
+Carry = Callable[[MovePiece, int], list[bytes]]
+"""Has each piece of an order moved, the first at this byte of the file: their checksums."""
 
 
 class CacheMemory(Protocol):
@@ -86,8 +90,6 @@ class KVFiles:
         self._origin = origin
         self._device = device
         self._rank = rank
-        self._lane = Lane(device)
-        """Of what is done before the pieces."""
         self._lanes = Lanes(device)
         self.fingerprint = ""
         """Of the weights, once it has been asked for; whoever changes them empties it."""
@@ -99,11 +101,9 @@ class KVFiles:
         before it."""
         path = order.path if order.num_ranks == 1 else f"{order.path}.rank{self._rank}"
         try:
-            carry = self._save if order.action == "save" else self._load
-            with self._lane.use(behind):
-                parts = self._parts(order, memory)
-                facts = self._facts(order, parts, memory)
-            num_bytes = carry(order, path, parts, facts, behind)
+            move = self._save if order.action == "save" else self._load
+            ((parts, facts),) = self._lanes.carry([partial(self._prepared, order, memory)], behind)
+            num_bytes = move(order, path, facts, partial(self._carry, parts, behind))
             return KVReply(num_bytes=num_bytes, num_ranges=_num_ranges(parts))
         except HeadraceError as error:
             return KVReply(error=to_wire(error))
@@ -113,6 +113,13 @@ class KVFiles:
         except Exception as error:
             log.exception("an order about saved conversations failed")
             return KVReply(error=to_wire(error))
+
+    def _prepared(
+        self, order: KVOrder, memory: CacheMemory, _: Lane
+    ) -> tuple[list[Part], RankFacts]:
+        """What is copied, and what this rank says of it: read on a lane's stream."""
+        parts = self._parts(order, memory)
+        return parts, self._facts(order, parts, memory)
 
     def _facts(self, order: KVOrder, parts: Sequence[Part], memory: CacheMemory) -> RankFacts:
         caches: list[tuple[int, str, tuple[int, ...]]] = []
@@ -134,14 +141,7 @@ class KVFiles:
             self.fingerprint = fingerprint(self._origin)
         return self.fingerprint
 
-    def _save(
-        self,
-        order: KVOrder,
-        path: str,
-        parts: Sequence[Part],
-        own: RankFacts,
-        behind: torch.cuda.Event | None,
-    ) -> int:
+    def _save(self, order: KVOrder, path: str, own: RankFacts, carry: Carry) -> int:
         facts = msgspec.msgpack.encode(own)
         beside = f"{path}.part"
         try:
@@ -151,7 +151,7 @@ class KVFiles:
                     file.write(len(text).to_bytes(LENGTH_BYTES, "little") + text)
                 file.flush()
                 begin, number = file.tell(), file.fileno()
-                pieces = self._carried(partial(_save_piece, number), parts, begin, behind)
+                pieces = carry(partial(_save_piece, number), begin)
                 file.seek(begin + own.num_bytes)
                 file.write(_checksum(pieces))
                 num_bytes = file.tell()
@@ -162,14 +162,7 @@ class KVFiles:
             raise
         return num_bytes
 
-    def _load(
-        self,
-        order: KVOrder,
-        path: str,
-        parts: Sequence[Part],
-        own: RankFacts,
-        behind: torch.cuda.Event | None,
-    ) -> int:
+    def _load(self, order: KVOrder, path: str, own: RankFacts, carry: Carry) -> int:
         with opened(path) as file:
             take_header(file)
             saved = msgspec.msgpack.decode(take_text(file), type=RankFacts)
@@ -180,24 +173,24 @@ class KVFiles:
                 raise InvalidRequest(
                     f"filename: the file has {size} bytes, {wanted} are told of", field="filename"
                 )
-            pieces = self._carried(partial(_load_piece, file.fileno()), parts, begin, behind)
+            pieces = carry(partial(_load_piece, file.fileno()), begin)
             file.seek(begin + saved.num_bytes)
             if file.read(LENGTH_BYTES) != _checksum(pieces):
                 raise InvalidRequest("filename: the file's checksum is wrong", field="filename")
         return size
 
-    def _carried(
+    def _carry(
         self,
-        carry: Callable[[Ranges, torch.Tensor, int, Lane], bytes],
         parts: Sequence[Part],
-        begin: int,
         behind: torch.cuda.Event | None,
+        move: MovePiece,
+        begin: int,
     ) -> list[bytes]:
         """The checksums of all pieces, the first of which begins at this byte of the file."""
         carries = []
         for ranges, blocks in parts:
             for some in _pieces(ranges, blocks):
-                carries.append(partial(carry, ranges, some, begin))
+                carries.append(partial(move, ranges, some, begin))
                 begin += len(some) * _block_bytes(ranges)
         return self._lanes.carry(carries, behind)
 

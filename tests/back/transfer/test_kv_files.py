@@ -14,6 +14,7 @@ from headrace.back.attention.forms import CacheForm, HeadsForm, LatentForm, Stat
 from headrace.back.runner.kv_layout import KVLayout, lay_out
 from headrace.back.runner.memory import KVCounts, KVMemory
 from headrace.back.transfer.kv_files import KVFiles
+from headrace.back.transfer.lanes import MAX_LANES, Lanes
 from headrace.base.wire.slots import KVOrder
 
 NUM_BLOCKS = 10
@@ -135,6 +136,14 @@ def test_a_changed_byte_is_seen_in_any_piece(
     order = KVOrder(action="load", path=str(path), blocks=(tuple(range(NUM_BLOCKS)),))
     reply = files.carry_out(order, first, None)
     assert reply.error is not None and "checksum" in reply.error.message
+
+
+def test_lanes_are_the_cores_that_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container's limit counts, and files are whole with a single lane."""
+    monkeypatch.setattr("headrace.back.transfer.lanes.usable_cores", lambda: 1)
+    assert Lanes(CPU)._free.qsize() == 1
+    monkeypatch.setattr("headrace.back.transfer.lanes.usable_cores", lambda: 64)
+    assert Lanes(CPU)._free.qsize() == MAX_LANES
 
 
 def test_a_disk_that_fills_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
