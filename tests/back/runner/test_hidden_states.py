@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from headrace.back.executor.inline import InlineExecutor
+from headrace.back.runner.hidden_states import HEADER_BYTES, RowFile
 from headrace.base.config.resolved import EngineSpec
 from headrace.base.config.speculation_options import DraftConfig, DraftLayers
 from headrace.base.config.tree import (
@@ -133,6 +134,21 @@ def test_a_preempted_request_has_all_of_its_answer_too(model: Any, tmp_path: Pat
         assert count in (len(text) - 1, len(text)) and file["token_ids"].tolist() == text[:count]
         expected = states_of(model, text[:count])
         torch.testing.assert_close(file["hidden_states"], expected, atol=1e-4, rtol=1e-4)
+
+
+def test_ids_are_written_once_the_prompt_is_there(tmp_path: Path) -> None:
+    """Before that the file has its header and states alone: each chunk adds what is new."""
+    path, states = tmp_path / "states", torch.arange(24.0).view(6, 2, 2)
+    row = RowFile(path=path, num_prompt=5, answers=True)
+    begin = 8 + HEADER_BYTES
+    for start, stop in ((0, 2), (2, 4)):
+        row.write(start, np.arange(start, stop), states[start:stop])
+        assert path.stat().st_size == begin + stop * 16 and not row.whole
+    for start, stop in ((4, 5), (5, 6)):
+        row.write(start, np.arange(start, stop), states[start:stop])
+        file = load_file(path)
+        assert file["token_ids"].tolist() == list(range(stop)) and row.whole
+        assert torch.equal(file["hidden_states"], states[:stop])
 
 
 def test_a_folder_that_cannot_be_written_costs_the_file_alone(tmp_path: Path) -> None:
