@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headrace.launch.feature_pairs import Feature, RefusedPair, ShownPair, UnshownPair
-from headrace.launch.parallel_modes import FEATURES, MODES
+from headrace.launch.parallel_modes import FEATURES, KINDS, MODES, pairs
 
 _INTRODUCTION = """# Features beside each other
 
@@ -12,6 +12,8 @@ Columns are ways of running a model on several devices; what they are: [PARALLEL
 *yes*: the test named below shows the pair at work. *no*: it is refused, for the reason given there.
 *unshown*: it is taken, and no test shows it. *as one*: replicas are whole copies, and sequences are
 divided between layers alone: what goes without them goes with them.
+"""
+_KINDS = """## Refused on one device too
 """
 
 
@@ -23,7 +25,17 @@ def features_page() -> str:
     for row in (*MODES, *FEATURES):
         cells = [_cell(row, name, notes) for name in names]
         lines.append(f"| {row.name} ({row.option}) | {' | '.join(cells)} |")
-    return "\n".join([*lines, "", *(f"{number}. {note}." for note, number in notes.items()), ""])
+    numbered = [f"{number}. {note}." for note, number in notes.items()]
+    return "\n".join([*lines, "", *numbered, "", _KINDS, *_refused(), ""])
+
+
+def _refused() -> list[str]:
+    """A line for each feature that a kind of start is refused with."""
+    return [
+        f"- {kind.name} ({kind.option}) with {row.name} ({row.option}): {entry.why}."
+        for row, kind, entry in pairs()
+        if kind in KINDS and isinstance(entry, RefusedPair)
+    ]
 
 
 def _cell(row: Feature, column: str, notes: dict[str, int]) -> str:

@@ -1,5 +1,5 @@
-"""Diffusion language models that write blocks: `--diffusion-config` decided; what does not go with
-them is refused by name."""
+"""Diffusion language models that write blocks: `--diffusion-config` decided. What does not go with
+them: kind_modes.py."""
 
 from __future__ import annotations
 
@@ -21,10 +21,14 @@ def with_denoising(
     engine: EngineSpec, options: Options, model: ModelFacts, choose: Chooser
 ) -> EngineSpec:
     """The engine of a model that writes blocks, with KV blocks of whole blocks of text; that of
-    others as it is."""
-    if model.family != FAMILY:
-        return engine
+    others as it is. ConfigError for --diffusion-config of such others, and for windows."""
     asked = options.scheduler.diffusion_config
+    if model.family != FAMILY:
+        if asked is not None:
+            raise _refused(f"{model.architecture} does not write blocks by diffusion")
+        return engine
+    if set(model.windows) != {None}:
+        raise _refused(f"{model.architecture} with sliding windows is not supported")
     spec = _denoising(asked or DiffusionOptions(), model)
     choose.note(
         "--diffusion-config",
@@ -61,37 +65,6 @@ def _denoising(asked: DiffusionOptions, model: ModelFacts) -> DenoisingSpec:
         part=part,
         shifted=blocks.shifted,
     )
-
-
-def check_denoising(options: Options, model: ModelFacts) -> None:
-    """ConfigError for --diffusion-config of a model that does not write blocks; of one that does
-    for the first feature that needs tokens one by one, or that nothing here shows at work beside
-    blocks."""
-    if model.family != FAMILY:
-        if options.scheduler.diffusion_config is not None:
-            raise _refused(f"{model.architecture} does not write blocks by diffusion")
-        return
-    kv = options.kv
-    wanted = {
-        "speculative_config": options.scheduler.speculative_config is not None,
-        "enable_lora": options.adapters.enable_lora,
-        "enable_prompt_embeds": options.model.enable_prompt_embeds,
-        "control_vectors": bool(options.model.control_vectors),
-        "attention_capture": options.model.attention_capture,
-        "enable_return_routed_experts": options.model.enable_return_routed_experts,
-        "deterministic": options.model.deterministic,
-        "kv_transfer_path": kv.kv_transfer_path is not None,
-        "slot_save_path": kv.slot_save_path is not None,
-    }
-    for field, asked in wanted.items():
-        if asked:
-            raise ConfigError(
-                f"--{field.replace('_', '-')}: not with {model.architecture}, which writes blocks by "
-                "diffusion",
-                field=field,
-            )
-    if set(model.windows) != {None}:
-        raise _refused(f"{model.architecture} with sliding windows is not supported")
 
 
 def _refused(reason: str) -> ConfigError:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from headrace.base.config.resolved import EngineSpec, TextSpec
@@ -61,4 +62,10 @@ class Feature:
     name: str
     option: str
     wanted: Wanted = never
-    beside: Mapping[str, Entry] = field(default_factory=dict)
+    beside: Mapping[str, Entry] = dataclasses.field(default_factory=dict)
+
+    @property
+    def field(self) -> str | None:
+        """The name of its first option; None where a model asks for it."""
+        flag = self.option.partition(" ")[0].rstrip(",")
+        return flag.removeprefix("--").replace("-", "_") if flag.startswith("--") else None

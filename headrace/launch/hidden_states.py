@@ -1,5 +1,5 @@
-"""Hidden states of requests in files, decided: of which layers, and in which folder. What cannot go
-with them is refused by name."""
+"""Hidden states of requests in files, decided: of which layers, and in which folder. What does not
+go with them: kind_modes.py."""
 
 from __future__ import annotations
 
@@ -48,14 +48,6 @@ def computing_all(engine: EngineSpec, choose: Chooser) -> EngineSpec:
     kv = engine.kv
     if engine.model.hidden_states is None:
         return engine
-    for option, has in (
-        ("--kv-store-path", kv.store),
-        ("--kv-transfer-path", kv.transfer),
-        ("--slot-save-path", kv.slot_save_path),
-    ):
-        if has is not None:
-            why = "the KV of its files comes without hidden states"
-            raise refused(f"method {EXTRACT!r} does not go with {option}: {why}")
     if kv.prefix_caching:
         choose.note("--prefix-caching", "on", "off", "hidden states of all tokens are wanted")
     return msgspec.structs.replace(engine, kv=msgspec.structs.replace(kv, prefix_caching=False))

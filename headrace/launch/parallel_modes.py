@@ -1,10 +1,11 @@
-"""Which ways of running a model on several devices go with which other features: one table, by
-which a start is refused with the reason, and which docs/FEATURES.md is made of.
+"""Which ways of running a model on several devices, and which kinds of models, go with which other
+features: one table, by which a start is refused with the reason, and which docs/FEATURES.md is made
+of.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from headrace.back.models.families import FALLBACK
@@ -19,6 +20,19 @@ from headrace.launch.feature_pairs import (
     ShownPair,
     Start,
     UnshownPair,
+)
+from headrace.launch.kind_modes import (
+    ASKED_HERE,
+    ATTENTION,
+    BLOCKS,
+    CHOSEN,
+    DIRECTIONS,
+    PART_OF_LAYERS,
+    SLOTS,
+    STATES,
+    STORE,
+    TRANSFERS,
+    beside_kinds,
 )
 from headrace.launch.model_facts import ModelFacts
 from headrace.launch.rank_modes import (
@@ -46,7 +60,10 @@ _BETWEEN = UnshownPair("rows are divided between the layers, what these hold wit
 _PLAIN_SUMS = RefusedPair("its layers do not read and write one residual of a decoder's tokens")
 _GRAMMARS = ShownPair("e2e/test_pipeline.py::test_grammars_are_followed_over_several_processes")
 _DRAFTS = ShownPair("e2e/test_pipeline.py::test_ranks_draft_without_a_difference")
-_FILES = RefusedPair("each stage would have files of its own, which nobody puts together")
+_IN_FILES: Mapping[str, Entry] = {
+    TENSOR: ShownPair("e2e/test_kv_transfers.py::test_ranks_have_files_of_their_own"),
+    PIPELINE: RefusedPair("each stage would have files of its own, which nobody puts together"),
+}
 _ONE_KIND = RefusedPair("stages hand on the residual of a decoder's tokens alone")
 
 MODES = (
@@ -97,6 +114,8 @@ MODES = (
     with_modes(CORES, REPLICAS, _REPLICAS),
 )
 """Ways of running a model on several devices: the columns, and the first rows."""
+KINDS = (BLOCKS, STATES)
+"""Columns of what is refused alone."""
 
 
 def _method(start: Start) -> str:
@@ -176,6 +195,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         name="adapters",
         option="--enable-lora",
+        wanted=lambda start: start.engine.model.adapters is not None,
         beside={
             TENSOR: ShownPair(
                 "back/lora/test_engine.py::test_two_ranks_give_the_tokens_of_merged_weights"
@@ -281,62 +301,44 @@ FEATURES: tuple[Feature, ...] = (
             SEQUENCE: RefusedPair("the layers around those with parts are of another kind"),
         },
     ),
+    BLOCKS,
     Feature(
-        name="diffusion language models",
-        option="SDAR, LLaDA 2, Fast-dLLM v2",
-        wanted=lambda start: start.engine.denoising is not None,
-        beside={
-            TENSOR: ShownPair(
-                "back/runner/test_denoising.py::test_ranks_that_share_a_model_write_what_one_writes"
-            ),
-            PIPELINE: RefusedPair("a block takes several passes through all of the layers"),
-        },
-    ),
-    Feature(
-        name="attention weights of a request",
+        name=ATTENTION,
         option="--attention-capture",
         wanted=lambda start: start.engine.model.attention_capture,
         beside={
             TENSOR: RefusedPair("each rank has but a part of the heads"),
-            PIPELINE: RefusedPair("each stage has but a part of the layers"),
+            PIPELINE: PART_OF_LAYERS,
         },
     ),
     Feature(
-        name="experts that were chosen",
+        name=CHOSEN,
         option="--enable-return-routed-experts",
         wanted=lambda start: start.engine.model.routed_experts,
         beside={
             TENSOR: UnshownPair("every rank chooses alike"),
-            PIPELINE: RefusedPair("each stage has but a part of the layers"),
+            PIPELINE: PART_OF_LAYERS,
         },
     ),
+    STATES,
+    DIRECTIONS,
     Feature(
-        name="hidden states in files, vectors that requests add to theirs",
-        option="--hidden-states-path, --control-vector-modules",
-        wanted=lambda start: (
-            start.engine.model.hidden_states is not None
-            or bool(start.engine.model.control and start.engine.model.control.named)
-        ),
-        beside={
-            TENSOR: ShownPair(
-                "back/runner/test_row_directions.py::test_two_ranks_steer_and_tell_as_one"
-            ),
-            PIPELINE: RefusedPair("each stage has but a part of the layers"),
-            SEQUENCE: RefusedPair("each rank has but a part of the tokens"),
-        },
+        name=TRANSFERS,
+        option="--kv-transfer-path",
+        wanted=lambda start: start.engine.kv.transfer is not None,
+        beside=_IN_FILES,
     ),
     Feature(
-        name="KV between servers and in files",
-        option="--kv-transfer-path, --kv-store-path, --slot-save-path",
-        wanted=lambda start: (
-            start.engine.kv.transfer is not None
-            or start.engine.kv.store is not None
-            or start.engine.kv.slot_save_path is not None
-        ),
-        beside={
-            TENSOR: ShownPair("e2e/test_kv_transfers.py::test_ranks_have_files_of_their_own"),
-            PIPELINE: _FILES,
-        },
+        name=STORE,
+        option="--kv-store-path",
+        wanted=lambda start: start.engine.kv.store is not None,
+        beside=_IN_FILES,
+    ),
+    Feature(
+        name=SLOTS,
+        option="--slot-save-path",
+        wanted=lambda start: start.engine.kv.slot_save_path is not None,
+        beside=_IN_FILES,
     ),
     Feature(
         name="sharded state",
@@ -360,7 +362,10 @@ FEATURES: tuple[Feature, ...] = (
         },
     ),
 )
-FEATURES = tuple(replace(one, beside={**one.beside, **beside_ranks(one.name)}) for one in FEATURES)
+FEATURES = tuple(
+    replace(one, beside={**one.beside, **beside_ranks(one.name), **beside_kinds(one.name)})
+    for one in FEATURES
+)
 
 
 def check_modes(
@@ -368,19 +373,19 @@ def check_modes(
 ) -> EngineSpec:
     """The engine; ConfigError for the first pair that is asked for and refused."""
     start = Start(options, model, engine, text)
-    modes = [mode for mode in MODES if mode.wanted(start)]
+    modes = [mode.name for mode in (*MODES, *KINDS) if mode.wanted(start)]
     for one, other, entry in pairs():
-        if isinstance(entry, RefusedPair) and other in modes and one.wanted(start):
+        if isinstance(entry, RefusedPair) and other.name in modes and one.wanted(start):
+            asked, beside = (other, one) if other.field else (one, other)
             raise ConfigError(
-                f"{other.option} does not go with {one.option}: {entry.why}",
-                field=other.option.removeprefix("--").replace("-", "_"),
+                f"{asked.option} does not go with {beside.option}: {entry.why}", field=asked.field
             )
     return engine
 
 
 def pairs() -> Iterator[tuple[Feature, Feature, Entry]]:
     """Every row with every column that it has an entry for."""
-    columns = {mode.name: mode for mode in MODES}
-    for row in (*MODES, *FEATURES):
+    columns = {mode.name: mode for mode in (*MODES, *KINDS)}
+    for row in (*MODES, *FEATURES, *ASKED_HERE):
         for name, entry in row.beside.items():
             yield row, columns[name], entry

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from headrace.launch.feature_pairs import Entry, Feature, RefusedPair, ShownPair, UnshownPair
+from headrace.launch.kind_modes import ATTENTION, BLOCKS, SLOTS, STORE, TRANSFERS
 
 _EXPERT_RANKS = ShownPair(
     "e2e/test_expert_ranks.py::test_ranks_with_whole_experts_answer_as_one_worker"
@@ -39,7 +40,7 @@ _OF_EXPERTS: Mapping[str, Entry] = {
         "back/layers/moe/test_split.py::test_quantized_experts_are_those_of_one_rank"
     ),
     "models by the transformers library": RefusedPair("layers of that library are not divided"),
-    "attention weights of a request": RefusedPair("each rank has but a part of the heads"),
+    ATTENTION: RefusedPair("each rank has but a part of the heads"),
     "sharded state": RefusedPair("files of ranks hold a part of each expert"),
 }
 _OF_CONTEXT: Mapping[str, Entry] = {
@@ -63,10 +64,11 @@ _OF_CONTEXT: Mapping[str, Entry] = {
     "quantized KV cache": ShownPair(f"{_MODELS}test_quantized_caches_have_the_numbers_of_one_rank"),
     "encoders and encoder-decoders": RefusedPair("an encoder keeps no sequence"),
     "models by the transformers library": RefusedPair("layers of that library are not divided"),
-    "attention weights of a request": RefusedPair("each rank has but a part of the tokens"),
-    "diffusion language models": RefusedPair("tokens of a block see each other"),
-    "KV between servers and in files": RefusedPair(
-        "files would hold a part of the tokens, and do not say which"
+    ATTENTION: RefusedPair("each rank has but a part of the tokens"),
+    BLOCKS.name: RefusedPair("tokens of a block see each other"),
+    **dict.fromkeys(
+        (TRANSFERS, STORE, SLOTS),
+        RefusedPair("files would hold a part of the tokens, and do not say which"),
     ),
 }
 _OVER_CORES: Mapping[str, Entry] = {

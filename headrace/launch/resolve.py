@@ -40,7 +40,7 @@ from headrace.front.text.parsing.families import (
 from headrace.launch.adapters import adapter_spec
 from headrace.launch.chooser import Chooser
 from headrace.launch.control_vectors import control_spec
-from headrace.launch.denoising import check_denoising, with_denoising
+from headrace.launch.denoising import with_denoising
 from headrace.launch.drafters import DraftCheckpoint
 from headrace.launch.encoder_decoder import alignment_heads, longest_heard, suppressed_ids
 from headrace.launch.generation_defaults import generation_defaults
@@ -99,7 +99,6 @@ def resolve(
 ) -> Resolved:
     """The resolved tree; ConfigError for contradictions. `draft`: the weights that draft."""
     choose = Chooser()
-    check_denoising(options, model)
     device_spec = resolve_device(options, model, machine, choose)
     dtype = choose.pick("--dtype", options.model.dtype, model.dtype, "the checkpoint's type")
     text = text_spec(options, model, choose)

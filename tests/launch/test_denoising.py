@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from headrace.launch.model_facts import ModelFacts
 from headrace.launch.resolve import resolve
 from tests.launch.test_resolve import CPU, MODEL, options
 
+FOLDER = str(Path(__file__).parent)
 SDAR = replace(
     MODEL,
     architecture="SDARForCausalLM",
@@ -78,18 +80,19 @@ def test_what_cannot_be_is_refused(model: ModelFacts, asked: dict[str, Any], sai
     [
         ({"scheduler": {"speculative_config": {"method": "ngram"}}}, "speculative_config"),
         ({"adapters": {"enable_lora": True}}, "enable_lora"),
-        ({"model": {"control_vectors": ["/none"]}}, "control_vectors"),
+        ({"model": {"control_vectors": [__file__]}}, "control_vectors"),
+        ({"model": {"control_vector_modules": [f"a={__file__}"]}}, "control_vector_modules"),
         ({"model": {"attention_capture": True}}, "attention_capture"),
         ({"model": {"deterministic": True}}, "deterministic"),
         ({"model": {"enable_prompt_embeds": True}}, "enable_prompt_embeds"),
         ({"model": {"enable_return_routed_experts": True}}, "enable_return_routed_experts"),
-        ({"kv": {"slot_save_path": "/none"}}, "slot_save_path"),
-        ({"kv": {"kv_transfer_path": "/none"}}, "kv_transfer_path"),
+        ({"kv": {"slot_save_path": FOLDER}}, "slot_save_path"),
+        ({"kv": {"kv_transfer_path": FOLDER}}, "kv_transfer_path"),
     ],
 )
 def test_features_that_need_tokens_one_by_one_are_refused(groups: Any, field: str) -> None:
     option = f"--{field.replace('_', '-')}"
-    with pytest.raises(ConfigError, match=f"{option}: not with SDARForCausalLM") as refused:
+    with pytest.raises(ConfigError, match=f"{option} does not go with SDAR, LLaDA 2") as refused:
         engine(**groups)
     assert refused.value.field == field
 

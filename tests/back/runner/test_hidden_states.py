@@ -171,7 +171,10 @@ def test_what_goes_not_with_it_is_refused_by_name(tmp_path: Path) -> None:
         ({"folder": None}, "needs --hidden-states-path"),
         ({"layers": ()}, "different ones of 0 to 8 are wanted .8: behind the last layer., none"),
         ({"layers": (9,)}, "wanted .8: behind the last layer., 9 given"),
-        ({"kv_store_path": str(tmp_path)}, "does not go with --kv-store-path"),
+        (
+            {"kv_store_path": str(tmp_path)},
+            "--kv-store-path does not go|--hidden-states-path does not go with --kv-store-path",
+        ),
     ):
         with pytest.raises(ConfigError, match=said):
             spec_of(**{"folder": tmp_path, **arguments})
