@@ -113,10 +113,11 @@ class Trainer:
 
     def load(self, file: Path) -> None:
         """Starts from saved weights or exported ones (`.safetensors`, whose matrices may be the kernels of
-        convolutions), with fresh optimizers."""
+        convolutions, and without what training alone has: that begins anew), with fresh optimizers."""
         if file.suffix == ".safetensors":
-            shapes = {name: value.shape for name, value in self.model.state_dict().items()}
-            found = {name: value.view(shapes[name]) for name, value in load_file(file).items()}
+            own = self.model.state_dict()
+            exported = load_file(file)
+            found = own | {name: value.view(own[name].shape) for name, value in exported.items()}
         else:
             found = torch.load(file, map_location=self.device, weights_only=True)
         self.model.load_state_dict(found)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from demo.hears.model import LETTERS, HearingShape, Whisper
 from demo.hears.tokens import SECONDS
-from demo.hears.windows import ROW, Studio, row_of, rows
+from demo.hears.windows import ROW, NoiseShare, Studio, row_of, rows
 from demo.ring import Columns, Ring, columns_of
 from demo.trainer import Scores, Trainer, add_arguments, run
 from headrace.front.media.log_mel import HOP, LEAST_POWER, RANGE, WINDOW, LogMel
@@ -108,10 +108,14 @@ def main() -> None:
     parser.add_argument("--tokenizer", type=Path, required=True)
     parser.add_argument("--rows", type=int, default=64, help="windows of a step")
     parser.add_argument("--held-out", type=int, default=64, help="windows of each kind")
+    parser.add_argument("--noise-share", type=float, default=0.6, help="of windows, with noise")
+    parser.add_argument("--snr-db", type=float, nargs=2, default=(5.0, 30.0), help="voice to noise")
     arguments = parser.parse_args()
     began = time.monotonic()
+    low, high = arguments.snr_db
+    noisy = NoiseShare(share=arguments.noise_share, snr_db=(low, high))
     ring = Ring(
-        ROW, lambda number: rows(f"hears {arguments.seed} {number}", str(arguments.tokenizer)),
+        ROW, lambda number: rows(f"hears {arguments.seed} {number}", str(arguments.tokenizer), noisy),
         places=8 * arguments.rows, workers=arguments.workers,
     )  # fmt: skip
     held_out = held_out_rows(Tokenizer.from_file(str(arguments.tokenizer)), arguments.held_out)

@@ -47,11 +47,22 @@ class Window:
     said: tuple[tuple[float, Utterance], ...]
 
 
+@dataclass(frozen=True, kw_only=True)
+class NoiseShare:
+    """How much of what is learnt has noise, and how far below the voice it lies (power, in dB)."""
+
+    share: float = 0.6
+    snr_db: tuple[float, float] = (5.0, 30.0)
+
+
 class Studio:
     """Utterances by many voices."""
 
-    def __init__(self, seed: str, *, held_out: bool = False) -> None:
+    def __init__(
+        self, seed: str, *, held_out: bool = False, noisy: NoiseShare | None = None
+    ) -> None:
         self.rng = Random(seed)
+        self._noisy = noisy or NoiseShare()
         self.noise = np.random.default_rng(self.rng.getrandbits(63))
         self._speaker = Speaker()
         self._held_out = held_out
@@ -112,13 +123,13 @@ class Studio:
             wave = _echoed(wave, rng, rng.uniform(0.05, 0.25), rng.uniform(0.05, 0.25))
         if rich and rng.random() < 0.1:
             wave = _narrow(wave, rng.uniform(80, 300), rng.uniform(3000, 5000))
-        if rng.random() < 0.6 if noisy is None else noisy:
+        if rng.random() < self._noisy.share if noisy is None else noisy:
             power = (
                 float(np.mean(wave[np.abs(wave) > 0.02] ** 2))
                 if np.any(np.abs(wave) > 0.02)
                 else 0.02
             )
-            snr_db = rng.uniform(5.0, 30.0) if noisy is None else rng.uniform(10.0, 20.0)
+            snr_db = rng.uniform(*self._noisy.snr_db) if rich else rng.uniform(10.0, 20.0)
             noise = self._some_noise(len(wave))
             if rich and rng.random() < 0.15:
                 noise = noise + _hum(len(wave), rng.choice((50.0, 60.0)), rng.uniform(0.3, 1.0))
@@ -206,9 +217,9 @@ def row_of(window: Window, tokenizer: Tokenizer, rng: Random, times: bool) -> np
     return row
 
 
-def rows(seed: str, tokenizer_file: str) -> Iterator[np.ndarray]:
+def rows(seed: str, tokenizer_file: str, noisy: NoiseShare | None = None) -> Iterator[np.ndarray]:
     """Endless windows to learn."""
-    studio, tokenizer = Studio(seed), Tokenizer.from_file(tokenizer_file)
+    studio, tokenizer = Studio(seed, noisy=noisy), Tokenizer.from_file(tokenizer_file)
     rng = studio.rng
     while True:
         count = rng.choice((0, 1, 1, 1, 2, 2, 3, 4, 5)) if rng.random() < 0.8 else 1

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
@@ -21,7 +22,7 @@ from demo.documents import attend, prepare
 from demo.hears import export as hearing
 from demo.hears.model import HearingShape, Whisper
 from demo.hears.phrases import phrase
-from demo.hears.train import Ear
+from demo.hears.train import Ear, loss_of
 from demo.hears.windows import Utterance, Window, row_of
 from demo.mixture import export as mixing
 from demo.mixture.delta import CHUNK
@@ -34,6 +35,7 @@ from demo.sees.model import Qwen3VL, SeeingShape, Seen
 from demo.sees.rows import CONTROL_ID, SETTINGS, Packed, conversation
 from demo.sees.shapes import comparing, counting, in_order, placing, relating
 from demo.sees.texts import Fonts, reading, reading_lines
+from demo.trainer import Trainer
 from headrace.bench.held_out import SEEN, read_items
 from headrace.front.media.log_mel import LogMel
 from headrace.front.media.preparation import MediaPreparer, MediaRequest
@@ -209,6 +211,18 @@ def test_what_hears_in_training_is_whisper() -> None:
     with torch.inference_mode():
         logits = oracle(input_features=spectrogram, decoder_input_ids=tokens).logits
         assert (ours(spectrogram, tokens)[0] - logits).abs().max() < BOUND
+
+
+def test_training_goes_on_from_exported_weights_that_lack_its_own_head() -> None:
+    model = Whisper(HearingShape())
+    with torch.no_grad():
+        model.letters.bias.fill_(2.0)
+    trainer = Trainer(model, loss_of, rate=1e-3, fall=0.6)
+    trainer.load(Path("demo/models/speech/model.safetensors"))
+    exported = load_file("demo/models/speech/model.safetensors")
+    name = "model.encoder.conv1.weight"
+    assert torch.equal(model.state_dict()[name].flatten(), exported[name].float().flatten())
+    assert (model.letters.bias == 2.0).all()
 
 
 def test_what_mixes_experts_in_training_is_kimi_linear(tmp_path: Path) -> None:
