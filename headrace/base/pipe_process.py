@@ -90,21 +90,22 @@ class PipeProcess:
                 self._input.write(part)
             self._input.flush()
 
-    def read(self, size: int, deadline: float) -> bytes:
+    def read(self, size: int, deadline: float) -> bytearray:
         """Exactly so many bytes. TimeoutError at `deadline` of the monotonic clock, EOFError if the
         process ended."""
-        data = bytearray()
+        data, done = bytearray(size), 0
+        places = memoryview(data)
         poller = select.poll()  # unlike select(), not bounded to 1024 descriptors
         poller.register(self.output, select.POLLIN)
-        while len(data) < size:
+        while done < size:
             left = deadline - time.monotonic()
             if left <= 0 or not poller.poll(left * 1000):
                 raise TimeoutError
-            piece = os.read(self.output, size - len(data))
-            if not piece:
+            num_read = os.readv(self.output, [places[done:]])
+            if not num_read:
                 raise EOFError
-            data += piece
-        return bytes(data)
+            done += num_read
+        return data
 
 
 class PooledProcess(Protocol):

@@ -57,8 +57,10 @@ def patches_of(
     base/wire/media.py: windows of merge * merge patches, a row [channel, frame, y, x]."""
     num_frames, _, height, width = frames.shape
     grid = (num_frames // depth, height // patch, width // patch)
-    windows = frames.reshape(
-        grid[0], depth, channels, grid[1] // merge, merge, patch, grid[2] // merge, merge, patch
+    # A line of a patch moves as one element: half the time of its bytes one by one.
+    lines = frames.view(f"V{patch}")
+    windows = lines.reshape(
+        grid[0], depth, channels, grid[1] // merge, merge, patch, grid[2] // merge, merge
     )
-    rows = windows.transpose(0, 3, 6, 4, 7, 2, 1, 5, 8)
-    return grid, np.ascontiguousarray(rows).reshape(grid[0] * grid[1] * grid[2], -1)
+    rows = np.ascontiguousarray(windows.transpose(0, 3, 6, 4, 7, 2, 1, 5))
+    return grid, rows.view(np.uint8).reshape(grid[0] * grid[1] * grid[2], -1)
