@@ -110,7 +110,7 @@ def _check_encoder(encoder: bytes, facts: WorkerFacts) -> None:
         return
     if not facts.encoder_tokens:
         raise InvalidRequest("the model has no encoder that reads tokens", field="prompt")
-    _check_prompt(encoder, facts.logits_width)
+    _check_prompt(encoder, facts.encoder_vocabulary or facts.logits_width)
     num_tokens = len(encoder) // TOKEN_BYTES
     if num_tokens > facts.encoder_tokens:
         raise ContextTooLong(

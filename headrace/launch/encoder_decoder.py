@@ -24,6 +24,7 @@ DECODER_KEYS: Mapping[str, tuple[str, ...]] = {
     "num_attention_heads": ("decoder_num_attention_heads", "decoder_attention_heads", "num_heads"),
     "head_dim": ("d_kv",),
     "intermediate_size": ("decoder_ffn_dim", "d_ff"),
+    "vocab_size": ("tgt_vocab_size",),
     "max_position_embeddings": ("max_target_positions", "max_decoder_position_embeddings"),
 }
 """The plain keys of a decoder, and what encoder-decoders call them; the first that is there."""

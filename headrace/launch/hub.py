@@ -40,6 +40,8 @@ SMALL_FILES: Final = (
     "chat_template.jinja",
     "added_tokens.json",
     "vocab.json",
+    "vocab-src.json",
+    "vocab-tgt.json",
     "merges.txt",
     "vocab.txt",
     "tokenizer.model",

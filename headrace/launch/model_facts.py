@@ -76,7 +76,8 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     `dtype`), `kv_bytes_per_token` that of all layers in `dtype`. `windows` has a window in tokens
     per layer, None where it attends to everything or the config leaves it to the family. `head` and
     `bare` are ModelSpec's; `encodes`: attention in both directions, no KV cache. Of an
-    encoder-decoder all sizes are its decoder's; `encoder_tokens`: the most its encoder reads;
+    encoder-decoder all sizes are its decoder's; `encoder_tokens`: the most its encoder reads,
+    `encoder_vocabulary`: see ModelSpec;
     `decoder_start`: what its decoder begins with.
     `vision_path`: see ModelSpec. `cache_heads`: the KV heads of layers that keep whole sequences,
     each number once; empty where only the family knows.
@@ -114,6 +115,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     unattended_expansion: bool = False
     media: MediaSpec | None = None
     encoder_tokens: int = 0
+    encoder_vocabulary: int = 0
     decoder_start: tuple[int, ...] = ()
     spectrogram: tuple[int, ...] = ()
     vision_path: str | None = None
@@ -246,6 +248,7 @@ def with_encoder(
     return msgspec.structs.replace(
         facts,
         encoder_tokens=0 if spectrogram else _max_positions(reader, facts.family) - reserved,
+        encoder_vocabulary=whole.int("src_vocab_size", 0, ge=1),
         spectrogram=spectrogram,
         hears=None if speech is None else speech.sound,
         speech_prompt="" if speech is None else speech.prompt,

@@ -38,6 +38,8 @@ def saved(config: Any, folder: Path, *, seed: int = 3) -> Any:
     for module in model.modules():
         if hasattr(module, "create_weight"):  # sines and cosines
             module.weight.data.copy_(module.create_weight())
+    if config.model_type == "fsmt":
+        as_published(model.model)
     bias = getattr(model, "final_logits_bias", None)
     if bias is not None:
         bias.copy_(torch.randn(bias.shape, generator=torch.Generator().manual_seed(seed)))
@@ -46,6 +48,14 @@ def saved(config: Any, folder: Path, *, seed: int = 3) -> Any:
     if config.model_type == "bigbird_pegasus":
         attend_in_blocks(model.get_encoder())
     return model
+
+
+def as_published(fsmt: Any) -> None:
+    """Sines and cosines are what they were, and the head is the decoder's embedding."""
+    decoder = fsmt.decoder
+    for table in (fsmt.encoder.embed_positions, decoder.embed_positions):
+        table.make_weight(*table.weight.shape, table.padding_idx)
+    decoder.output_projection.weight.data.copy_(decoder.embed_tokens.weight)
 
 
 def attend_in_blocks(encoder: Any) -> None:

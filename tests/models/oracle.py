@@ -268,6 +268,7 @@ def model_spec(
         eos_ids=(),
         config=config,
         encoder_tokens=encoder_tokens,
+        encoder_vocabulary=config.get("src_vocab_size", 0),
         spectrogram=spectrogram_of(reader, read_speech(folder, reader)),
     )
 

@@ -139,6 +139,11 @@ CASES: dict[str, Any] = {
     "pegasus": lambda: bart_like(transformers.PegasusConfig, scale_embedding=True),
     "marian": lambda: bart_like(transformers.MarianConfig, scale_embedding=True),
     "m2m": lambda: bart_like(transformers.M2M100Config),
+    "fsmt": lambda: bart_like(
+        transformers.FSMTConfig,
+        **{"src_vocab_size": 97, "tgt_vocab_size": 89, "eos_token_id": 88, "vocab_size": 89},
+        use_cache=False,  # else transformers takes texts for one token behind a cache
+    ),
     "nllb-moe": lambda: bart_like(
         transformers.NllbMoeConfig, num_experts=5, encoder_sparse_step=2, decoder_sparse_step=3
     ),
@@ -190,7 +195,17 @@ CASES: dict[str, Any] = {
 UNRECORDED = ("t5gemma", "t5gemma2")
 """Logits are bounded by PyTorch's operations."""
 ALIKE = (
-    *("bart-scaled", "marian", "m2m", "mvp", "plbart", "blenderbot-small", "mt5", "longt5-local"),
+    *(
+        "bart-scaled",
+        "marian",
+        "m2m",
+        "fsmt",
+        "mvp",
+        "plbart",
+        "blenderbot-small",
+        "mt5",
+        "longt5-local",
+    ),
     *("switch", "pegasus", "t5gemma", "nllb-moe", "seamless", "pegasus-x", "bigbird-pegasus"),
     *("bert2bert", "roberta2roberta"),
 )
@@ -356,10 +371,12 @@ def answers(
 
 def greedy(oracle: Any, read: list[int], start: list[int], num_tokens: int) -> list[int]:
     decoded = list(start)
+    causal = {"input_ids": torch.tensor([read])} if oracle.config.model_type == "fsmt" else {}
     with torch.inference_mode():
         encoded = oracle.get_encoder()(torch.tensor([read]))
         for _ in range(num_tokens):
-            out = oracle(encoder_outputs=encoded, decoder_input_ids=torch.tensor([decoded]))
+            ids = torch.tensor([decoded])
+            out = oracle(encoder_outputs=encoded, decoder_input_ids=ids, **causal)
             decoded.append(int(out.logits[0, -1].argmax()))
     return decoded[len(start) :]
 

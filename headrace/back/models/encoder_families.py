@@ -17,6 +17,7 @@ ENCODER_DECODERS: Mapping[str, str] = {
     "PegasusXForConditionalGeneration": "pegasus_x",
     "BigBirdPegasusForConditionalGeneration": "bigbird_pegasus",
     "MarianMTModel": "marian",
+    "FSMTForConditionalGeneration": "fsmt",
     "M2M100ForConditionalGeneration": "m2m_100",
     "NllbMoeForConditionalGeneration": "nllb_moe",
     "WhisperForConditionalGeneration": "whisper",

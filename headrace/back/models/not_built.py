@@ -167,11 +167,6 @@ MISSING = (
         needs="streams of guesses",
     ),
     Missing(
-        family="FSMT",
-        names=("FSMTForConditionalGeneration",),
-        needs="two vocabularies, and a tokenizer that only Python code reads",
-    ),
-    Missing(
         family="CPM-Ant",
         names=("CpmAntForCausalLM",),
         needs="learned prompts, and biases by the segments of a text",

@@ -130,6 +130,7 @@ class Runner:
     def facts(self) -> WorkerFacts:
         """What the runner states of itself, as it is now."""
         spec, model = self._plan.spec, self._model
+        noted = (*self._sampler.decisions, *self._steps.decisions)
         return WorkerFacts(
             num_blocks=self._kv.counts.num_blocks,
             block_tokens=spec.kv.block_tokens,
@@ -145,6 +146,7 @@ class Runner:
             control_vectors=vector_names(self._plan.directions),
             max_drafts=self._steps.max_drafts,
             encoder_tokens=model.encoder_tokens,
+            encoder_vocabulary=spec.model.encoder_vocabulary,
             spectrogram=spec.model.spectrogram,
             kv_bytes=self._kv.num_bytes,
             media=self.media,
@@ -154,10 +156,7 @@ class Runner:
             pools_whole=self._state.pools_whole,
             block_length=0 if spec.denoising is None else spec.denoising.length,
             graphs=self._steps.graphs,
-            decisions=[
-                (d.field, d.requested, d.chosen, d.why)
-                for d in (*self._sampler.decisions, *self._steps.decisions)
-            ],
+            decisions=[(d.field, d.requested, d.chosen, d.why) for d in noted],
         )
 
     @property

@@ -60,8 +60,7 @@ class OffloadSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """A model on disk. `path` is a folder, or a GGUF file; `format`:
-    safetensors, sharded_state, gguf, dummy.
+    """A model on disk: a folder or a GGUF file. `format`: safetensors, sharded_state, gguf, dummy.
 
     `config` is config.json as read (for GGUF: rebuilt from its metadata with the same keys).
     `family` names a row of `back/models/registry.py`. `dtype`: float32, bfloat16 or float16.
@@ -71,19 +70,18 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     loads, but of the parts that `quantization_parts` tells apart; None: as they are. `head`: "lm",
     "sequence" (one class per text) or "token" (one per token) with `num_labels`, "words" or "none";
     `bare`: tensor names have no prefix of the whole model (checkpoints of a base model).
-    `deterministic`: only kernels whose results do not depend on the batch.
-    `adapters`: None: it takes none. `offload`: None: all weights lie on the device.
-    `reader`: how files are read, "buffered" or "direct" (past the file cache); `weights_url`: where
-    they are read from, instead of `path`.
-    `manifest`: the file of digests that the files must match; None: not verified.
+    `deterministic`: only kernels whose results do not depend on the batch. `adapters`: None: it
+    takes none. `offload`: None: all weights lie on the device. `reader`: how files are read,
+    "buffered" or "direct" (past the file cache); `weights_url`: where they are read from, instead
+    of `path`. `manifest`: the file of digests that the files must match; None: not verified.
     `encoder_tokens`: the most that the encoder of an encoder-decoder reads, whose decoder has
-    `max_model_len`; 0: of others. `spectrogram`: the shape of what an encoder of speech reads
-    instead (base/wire/media.py: encoder_outputs). `image_norm`: what the checkpoint's processor
-    says of the values of colours, None: as its family has them. `shares_encoder`: see
-    `--mm-encoder-tp-mode`. `vision_path`: the GGUF file with the tower of a GGUF model. `control`:
-    what is added behind layers; None: nothing. `prompt_embeds`: vectors may stand in the place of
-    tokens. `hidden_states`: those of requests are written to files.
-    `unfused`: kernels that do several operations in one and are left out.
+    `max_model_len`; 0: of others. `encoder_vocabulary`: the ids that it knows; 0: all of the
+    decoder. `spectrogram`: the shape of what an encoder of speech reads (base/wire/media.py:
+    encoder_outputs). `image_norm`: what the checkpoint's processor says of the values of colours,
+    None: as its family has them. `shares_encoder`: see `--mm-encoder-tp-mode`. `vision_path`: the
+    GGUF file with the tower of a GGUF model. `control`: what is added behind layers; None: nothing.
+    `prompt_embeds`: vectors may stand in the place of tokens. `hidden_states`: those of requests
+    are written to files. `unfused`: kernels that do several operations in one and are left out.
     """
 
     path: str
@@ -112,6 +110,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     manifest: str | None = None
     adapters: AdapterSpec | None = None
     encoder_tokens: int = 0
+    encoder_vocabulary: int = 0
     spectrogram: tuple[int, ...] = ()
     offload: OffloadSpec | None = None
     image_norm: ImageNorm | None = None
@@ -337,9 +336,9 @@ class TextSpec(msgspec.Struct, frozen=True, kw_only=True):
     `extensions` those that may be used (base/extensions.py).
     `media`: what the model takes beside text; None: nothing.
     `encoder_tokens`, `decoder_start`: of an encoder-decoder the longest prompt, and what its
-    decoder begins with, in whose `max_model_len` the answer lies; `spectrogram`: see ModelSpec;
-    `hears`, `speech_prompt`: of an encoder that reads sounds of any length how its frames are made,
-    and how the decoder is asked (front/text/speech_prompts.py);
+    decoder begins with, in whose `max_model_len` the answer lies; `encoder_vocabulary`,
+    `spectrogram`: see ModelSpec; `hears`, `speech_prompt`: of an encoder that reads sounds of any
+    length how its frames are made, and how the decoder is asked (front/text/speech_prompts.py);
     `suppressed_ids`: tokens that no transcript has; `alignment_heads`: the decoder's (layer,
     head) that look at the sound of the word they are about to say; `prompt_width`: numbers of a
     vector that may stand in the place of a token, 0: none may; `io_processor`: see ModelOptions.
@@ -359,6 +358,7 @@ class TextSpec(msgspec.Struct, frozen=True, kw_only=True):
     pooling: PoolingSpec = PoolingSpec()
     media: MediaSpec | None = None
     encoder_tokens: int = 0
+    encoder_vocabulary: int = 0
     decoder_start: tuple[int, ...] = ()
     spectrogram: tuple[int, ...] = ()
     hears: SoundSettings | None = None

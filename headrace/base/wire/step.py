@@ -61,11 +61,11 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
     of `media_width` numbers each. `media_rows`: by kind, the patches or frames that a pass of the
     encoder takes beside a step without much delay; a kind that is not there is not encoded ahead.
     `encoder_tokens`: the most token ids that the encoder of an encoder-decoder reads; 0: there is
-    none that reads tokens. `spectrogram`: the shape of what one reads instead (media.py:
-    encoder_outputs); empty: there is none. `routed_experts`: layers whose chosen experts can be
-    told, and the most of a token; empty: none. `tells_states`: requests have files of their hidden
-    states. `control_vectors`: the names of those that requests may ask for. `pools_whole`: tokens
-    of a prompt that is pooled all see each other, so that one step computes them.
+    none that reads tokens. `encoder_vocabulary`, `spectrogram`: see ModelSpec. `routed_experts`:
+    layers whose chosen experts can be told, and the most of a token; empty: none. `tells_states`:
+    requests have files of their hidden states. `control_vectors`: the names of those that requests
+    may ask for. `pools_whole`: tokens of a prompt that is pooled all see each other, so that one
+    step computes them.
     `block_length`: a text is written in blocks of so many tokens, which see each other; 0: token by
     token.
     """
@@ -84,6 +84,7 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
     control_vectors: tuple[str, ...] = ()
     max_drafts: int = 0
     encoder_tokens: int = 0
+    encoder_vocabulary: int = 0
     spectrogram: tuple[int, ...] = ()
     weight_bytes: int = 0
     kv_bytes: int = 0

@@ -193,6 +193,7 @@ class AsyncLLM:
             context_tokens=min([text.max_model_len, *lengths]),
             eos_ids=text.eos_ids,
             encoder_tokens=text.encoder_tokens,
+            encoder_vocabulary=text.encoder_vocabulary,
             decoder_start=text.decoder_start,
             sees_alone=text.media is not None and text.media.alone,
         )

@@ -322,9 +322,10 @@ def _check_prompt(generation: Generation, bounds: RequestBounds) -> None:
         ids = np.empty((0, 0))
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise InvalidRequest("prompt: must be a list of token ids (integers)", field="prompt")
-    if int(ids.min()) < 0 or int(ids.max()) >= bounds.logits_width:
-        wrong = next(i for i in prompt if not 0 <= i < bounds.logits_width)
-        raise bad("prompt", wrong, f"a token id from 0 to {bounds.logits_width - 1}")
+    width = bounds.encoder_vocabulary or bounds.logits_width
+    if int(ids.min()) < 0 or int(ids.max()) >= width:
+        wrong = next(i for i in prompt if not 0 <= i < width)
+        raise bad("prompt", wrong, f"a token id from 0 to {width - 1}")
 
 
 def bad(field: str, value: object, allowed: str) -> InvalidRequest:

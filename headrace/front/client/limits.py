@@ -37,12 +37,14 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
 class RequestBounds(msgspec.Struct, frozen=True, kw_only=True):
     """What bounds a request: ids are below `logits_width`, prompt and answer together have at most
-    `context_tokens`. Of an encoder-decoder the prompt has at most `encoder_tokens`, and the answer
-    lies behind `decoder_start`; `sees_alone`: see MediaSpec.alone."""
+    `context_tokens`. Of an encoder-decoder the prompt has at most `encoder_tokens`, whose ids are
+    below `encoder_vocabulary` (0: `logits_width`), and the answer lies behind `decoder_start`;
+    `sees_alone`: see MediaSpec.alone."""
 
     logits_width: int
     context_tokens: int
     eos_ids: tuple[int, ...]
     encoder_tokens: int = 0
+    encoder_vocabulary: int = 0
     decoder_start: tuple[int, ...] = ()
     sees_alone: bool = False

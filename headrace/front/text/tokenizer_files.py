@@ -27,6 +27,7 @@ _FORMATS: Registry[Callable[[str], Tokenizer]] = Registry(
         "sentencepiece": "headrace.front.text.tokenizer_sentencepiece:load_sentencepiece",
         "words": "headrace.front.text.tokenizer_words:load_words",
         "pieces": "headrace.front.text.tokenizer_pieces:load_pieces",
+        "moses": "headrace.front.text.tokenizer_moses:load_moses",
         "letters": "headrace.front.text.tokenizer_letters:load_letters",
         "tekken": "headrace.front.text.tokenizer_tekken:load_tekken",
         "tiktoken": "headrace.front.text.tokenizer_tiktoken:load_tiktoken",
@@ -66,6 +67,8 @@ def _find(place: Path) -> tuple[str, Path]:
     for file in (*(place / name for name in named), *place.glob("*.tiktoken")):
         if file.is_file():
             return ("tiktoken" if _is_tiktoken(file) else "sentencepiece"), file
+    if (place / "vocab-src.json").is_file():
+        return "moses", place / "vocab-src.json"
     words = place / ("vocab.json" if (place / "merges.txt").is_file() else "vocab.txt")
     if words.is_file() and WORD_CLASSES.of(*_stated(place)):
         return "words", words
@@ -79,7 +82,7 @@ def _find(place: Path) -> tuple[str, Path]:
         f"tokenizer: {place} holds none of tokenizer.json, tokenizer.model, spiece.model, "
         "sentencepiece.bpe.model or source.spm of a known class, tiktoken.model, *.tiktoken, "
         "tekken.json, vocab.json with merges.txt or vocab.txt of a known class, vocab.json of "
-        "letters, rwkv_vocab*.txt, tokenizer.jsonl"
+        "letters, vocab-src.json, rwkv_vocab*.txt, tokenizer.jsonl"
     )
 
 
