@@ -18,7 +18,10 @@ import torch
 
 from benchmarks.h200.shapes import layer_weights, routing
 from headrace.back.executor.processes import ProcessExecutor
+from headrace.back.kernels.fused_route.op import FusedRoute
+from headrace.back.kernels.route.op import bind_reference
 from headrace.back.layers.moe.mixture import Mixture
+from headrace.back.layers.moe.router import route_problem
 from headrace.back.models import load
 
 ROWS = 16384 + 64
@@ -60,12 +63,33 @@ def uniform_routing(shape: str) -> Iterator[None]:
             return route(known[begin : begin + len(logits_TG)])
 
         mixture._route = uniform
+        if mixture._fused_route is not None:
+            mixture._fused_route = _uniform_one(mixture, mixture._fused_route, layers, begin)
 
     if not experts:
         yield
         return
     with patch.object(Mixture, "_finish", finish_uniform):
         yield
+
+
+def _uniform_one(mixture: Mixture, fused_route: FusedRoute, layers: int, begin: int) -> FusedRoute:
+    """The same of one token whose norm, router and choice are one kernel: it runs as ever, and what it chose is
+    exchanged for what the choice would be."""
+    problem = route_problem(
+        mixture._spec.router,
+        "cpu",
+        shared=mixture._num_shared,
+        shared_gate=mixture._is_gated,
+        joint=False,
+    )
+    logits = _logits(problem.columns, layers)[begin : begin + 1]
+    chosen = [one.to(mixture._scope.device) for one in bind_reference(problem)(logits)]
+
+    def uniform(x_1E: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return fused_route(x_1E)[0], *chosen
+
+    return uniform
 
 
 SHAPE_VARIABLE = "BENCHMARK_SHAPE"

@@ -10,7 +10,12 @@ from typing import Any
 from headrace.back.kernels.op import KernelChoice
 from headrace.base.config.resolved import Decision
 
-FUSIONS = {"qk_rope_write": "qk-rope", "rms_norm_quant": "norm-quant", "fused_linear": "linear"}
+FUSIONS = {
+    "qk_rope_write": "qk-rope",
+    "rms_norm_quant": "norm-quant",
+    "fused_linear": "linear",
+    "fused_route": "linear",
+}
 """Ops of several operations -> their names; the sum over ranks with a norm is not an op."""
 
 

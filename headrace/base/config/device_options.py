@@ -32,8 +32,8 @@ class DeviceOptions(msgspec.Struct, frozen=True, kw_only=True):
         Meta(
             description="Kernels that do several operations in one and are left out, for looking for faults: norms of "
             "queries and keys, rotation and the write to the cache; a norm and the quantization behind it; a "
-            "product with the norm before it and the activation or sum behind it; the sum over ranks and the "
-            "norm behind it."
+            "product with the norm before it and the activation, sum or choice of experts behind it; the sum over "
+            "ranks and the norm behind it."
         ),
     ] = ()
     executor: Annotated[

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 triton = pytest.importorskip("triton")
 
 from headrace.back.kernels.experts import op as experts
-from headrace.back.kernels.experts import triton_dispatch, triton_experts
+from headrace.back.kernels.experts import triton_dispatch, triton_experts, triton_hopper
+from headrace.back.kernels.fused_route import op as fused_route
+from headrace.back.kernels.fused_route import triton_fused_route
 from headrace.back.kernels.route import op as route
 from headrace.back.kernels.route import triton_route
 from headrace.back.kernels.triton.wrap import interpreted
@@ -39,6 +43,43 @@ def test_rows_of_nan_choose_experts_that_exist(name):
     assert torch.equal(expert_TK[1:2], expected_TK)
 
 
+FUSED = {"Mixtral": 64, "Qwen": 72, "Granite": 64}
+
+
+def fused_problem(name: str, **more: object) -> fused_route.FusedRouteProblem:
+    given = {"dtype": torch.float32, "width": FUSED.get(name, 64), "eps": 1e-6, **more}
+    return fused_route.FusedRouteProblem(route=route_problem(name, DEVICE), **given)
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_norm_router_and_choice_in_one_equal_the_reference(name, monkeypatch):
+    """KRN-16: also of steps that are no divisor of the width, and with a bias of the router's."""
+    monkeypatch.setattr(triton_fused_route, "C", 32)
+    problem = fused_problem(name, bias=name == "Granite")
+    assert triton_fused_route.KERNEL.supports(problem) is None
+    assert fused_route.OP.error(triton_fused_route.KERNEL, problem) <= 2e-5
+
+
+def test_a_bias_chooses_and_does_not_weigh_in_one_kernel_too():
+    problem = fused_problem("DeepSeek-V3")
+    assert "groups" in (triton_fused_route.KERNEL.supports(problem) or "")
+    problem = replace(problem, route=replace(problem.route, groups=1, kept_groups=1))
+    assert fused_route.OP.error(triton_fused_route.KERNEL, problem) <= 2e-5
+    softmax = replace(problem, route=replace(problem.route, score="softmax"))
+    assert "no bias" in (triton_fused_route.KERNEL.supports(softmax) or "")
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter
+def test_a_row_of_nan_chooses_experts_that_exist_in_one_kernel_too():
+    """BEY-26: equal logits choose the first experts, and what is no number chooses likewise."""
+    problem = fused_problem("Mixtral")
+    weight = torch.zeros(8, 64, device=DEVICE)
+    run = triton_fused_route.bind(problem, weight, None, torch.ones(64, device=DEVICE))
+    for value in (float("nan"), 1.0):
+        _, expert_1K, _ = run(torch.full((1, 64), value, device=DEVICE))
+        assert expert_1K.tolist() == [[0, 1]]
+
+
 CASES = [
     ("silu", False),
     ("gelu_tanh", True),
@@ -61,6 +102,23 @@ def test_slots_without_an_expert_add_nothing(blocks, monkeypatch):
     monkeypatch.setattr(triton_dispatch, "ONE_BLOCKS", blocks)
     problem = experts_problem(torch.float32, DEVICE, activation="swiglu_oai", odd=True, absent=True)
     assert experts.OP.error(triton_experts.KERNEL, problem) <= BOUND[torch.float32]
+
+
+def test_results_go_into_a_residual():
+    problem = replace(experts_problem(torch.float32, DEVICE), adds=True)
+    assert experts.OP.error(triton_experts.KERNEL, problem) <= BOUND[torch.float32]
+
+
+@pytest.mark.parametrize("adds", [False, True])
+def test_few_tokens_equal_the_reference(adds):
+    """The kernels of one or two tokens, by themselves; their plans are those of Hopper."""
+    problem = replace(experts_problem(torch.float32, DEVICE), adds=adds)
+    sample = triton_hopper.sample_of(problem, 2)
+    found, expected = (
+        bind(sample.problem, *sample.weights)(*(one.clone() for one in sample.arguments))
+        for bind in (triton_hopper.bind_few, experts.bind_reference)
+    )
+    assert (found - expected).abs().max() <= BOUND[torch.float32] * expected.abs().max()
 
 
 def test_what_adapters_add_goes_in_front_of_the_activation():

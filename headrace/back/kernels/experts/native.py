@@ -81,6 +81,8 @@ def bind_with(
 def _supports(problem: ExpertsProblem) -> str | None:
     if problem.activation not in ACTIVATION_IDS:
         return f"knows no {problem.activation}"
+    if problem.adds:
+        return "adds into no residual"
     return unsupported(problem.device, problem.dtype)
 
 

@@ -19,6 +19,9 @@ another rank's. A token may have no other slots.
 With a `beside` problem f takes a fourth argument or None: (more [T, K, 2I], float32, added to gates
 and ups in front of the activation; inner [T, K, I], which takes the rounded inner values), for what
 low-rank adapters add; inner values of slots without an expert are left as they were.
+
+With an `adds` problem, which has nothing beside, f takes residual_TE as its last argument: y is
+added into it in place, and it is returned.
 """
 
 from __future__ import annotations
@@ -51,8 +54,8 @@ SITU_BOUNDS = (4.0, 25.0)
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsProblem:
-    """`dtype` is that of x, the weights and y; `experts` and `inner` are this rank's. `absent`: see
-    the top of the file."""
+    """`dtype` is that of x, the weights and y; `experts` and `inner` are this rank's. `beside`,
+    `absent`, `adds`: see the top of the file."""
 
     device: str
     dtype: torch.dtype
@@ -65,6 +68,7 @@ class ExpertsProblem:
     bias: bool = False
     beside: bool = False
     absent: bool = False
+    adds: bool = False
 
 
 def check_beside(problem: ExpertsProblem, beside: Beside, tokens: int) -> None:
@@ -132,7 +136,11 @@ def each_expert(
             y_TE.index_add_(0, at_P, down_PE * weight_TK[at_P, slot_P][:, None])
         return y_TE.to(x_TE.dtype)
 
-    return experts
+    def into(*arguments: torch.Tensor) -> torch.Tensor:
+        *chosen, residual_TE = arguments
+        return residual_TE.add_(experts(*chosen))
+
+    return into if problem.adds else experts
 
 
 def activated(problem: ExpertsProblem, up_PI: torch.Tensor) -> torch.Tensor:
@@ -177,12 +185,13 @@ def _sample(problem: ExpertsProblem) -> Sample:
     order = torch.cat((torch.zeros(70, 1), others + 1), dim=1)  # all to the first, none to the last
     expert = with_absent(problem, order.to(device=problem.device, dtype=torch.int32))
     weight = torch.rand(70, slots, generator=generator).to(problem.device)
-    few = (x[:3], expert[:3].contiguous(), weight[:3].contiguous())
+    residual = (random_tensor(*x.shape, **new),) if problem.adds else ()
+    arguments = (x, expert, weight, *residual)
     return Sample(
         problem=replace(small, slots=slots),
         weights=(up, down, *biases),
-        arguments=(x, expert, weight),
-        further=(few,),
+        arguments=arguments,
+        further=(tuple(one[:3].clone() for one in arguments),),
     )
 
 
@@ -207,15 +216,16 @@ def biases_of(problem: ExpertsProblem, generator: torch.Generator) -> Biases:
 
 def arguments_of(
     problem: ExpertsProblem, tokens: int, generator: torch.Generator
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x, experts and weights of so many tokens, of three experts of which nobody chose the second;
-    the generator is the device's."""
+) -> tuple[torch.Tensor, ...]:
+    """x, experts and weights of so many tokens, of three experts of which nobody chose the second,
+    and a residual where one is added to; the generator is the device's."""
     device = problem.device
     order = torch.rand(tokens, 2, generator=generator, device=device).argsort(1) * 2
     expert_TK = with_absent(problem, order[:, : problem.slots].int().contiguous())
     weight_TK = torch.rand(expert_TK.shape, generator=generator, device=device)
     new = {"dtype": problem.dtype, "device": device, "generator": generator}
-    return random_tensor(tokens, problem.width, **new), expert_TK, weight_TK
+    chosen = random_tensor(tokens, problem.width, **new), expert_TK, weight_TK
+    return (*chosen, random_tensor(tokens, problem.width, **new)) if problem.adds else chosen
 
 
 def with_absent(problem: ExpertsProblem, expert_TK: torch.Tensor) -> torch.Tensor:

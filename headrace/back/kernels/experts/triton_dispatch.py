@@ -189,10 +189,11 @@ def dispatch_kernel(
 
 @triton.jit
 def combine_kernel(
-    out, weight, places, y, SLOTS: tl.constexpr, E: tl.constexpr, BLOCK: tl.constexpr,
-    ABSENT: tl.constexpr, DEPENDENT: tl.constexpr,
+    out, weight, places, y, y_stride, SLOTS: tl.constexpr, E: tl.constexpr, BLOCK: tl.constexpr,
+    ABSENT: tl.constexpr, ADD: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Grid: tokens, tiles of their outputs. Slots are added up in order."""
+    """Grid: tokens, tiles of their outputs. Slots are added up in order; with ADD y is the
+    residual."""
     enter(DEPENDENT)
     i_t = tl.program_id(0).to(tl.int64)
     o_e = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -203,7 +204,10 @@ def combine_kernel(
         m_k = m_e & (place >= 0) if ABSENT else m_e
         b_out = tl.load(out + place * E + o_e, mask=m_k, other=0.0).to(tl.float32)
         b_sum = tl.fma(b_out, tl.zeros_like(b_out) + tl.load(weight + i_t * SLOTS + k), b_sum)
-    tl.store(y + i_t * E + o_e, b_sum.to(y.dtype.element_ty), mask=m_e)
+    p_y = y + i_t * y_stride + o_e
+    if ADD:
+        b_sum += tl.load(p_y, mask=m_e, other=0.0).to(tl.float32)
+    tl.store(p_y, b_sum.to(y.dtype.element_ty), mask=m_e)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,14 +281,24 @@ def combined(
     weight_TK: torch.Tensor,
     places_P: torch.Tensor,
     x_TE: torch.Tensor,
+    residual_TE: torch.Tensor | None = None,
     *,
     absent: bool = False,
 ) -> torch.Tensor:
-    """y_TE: each token's weighted sum of its pairs' results."""
-    y_TE = x_TE.new_empty(x_TE.shape)
+    """y_TE: each token's weighted sum of its pairs' results, or the residual with it."""
+    y_TE = result_for(x_TE, residual_TE)
     num_tokens, width = x_TE.shape
     combine_kernel[(num_tokens, triton.cdiv(width, ADDED))](
-        out_NE, weight_TK, places_P, y_TE, SLOTS=weight_TK.shape[1], E=width, BLOCK=ADDED,
-        ABSENT=absent, num_warps=4, **launch(x_TE.device),
+        out_NE, weight_TK, places_P, y_TE, y_TE.stride(0), SLOTS=weight_TK.shape[1], E=width,
+        BLOCK=ADDED, ABSENT=absent, ADD=residual_TE is not None, num_warps=4,
+        **launch(x_TE.device),
     )  # fmt: skip
     return y_TE
+
+
+def result_for(x_TE: torch.Tensor, residual_TE: torch.Tensor | None) -> torch.Tensor:
+    """Where results go: the residual, or new memory."""
+    if residual_TE is None:
+        return x_TE.new_empty(x_TE.shape)
+    assert residual_TE.shape == x_TE.shape and residual_TE.stride(1) == 1, residual_TE.stride()
+    return residual_TE

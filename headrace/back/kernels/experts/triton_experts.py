@@ -173,6 +173,7 @@ def bind(
         expert_TK: torch.Tensor,
         weight_TK: torch.Tensor,
         beside: Beside | None = None,
+        residual_TE: torch.Tensor | None = None,
     ) -> torch.Tensor:
         check_arguments(problem, x_TE, expert_TK, weight_TK)
         pairs, device = expert_TK.numel(), x_TE.device
@@ -200,8 +201,12 @@ def bind(
         down_kernel[programs](
             inner_NI, down_XEI, down_bias_XE, sorted_rows.tiles, rows_NE, **constants, **common
         )
-        return combined(rows_NE, weight_TK, sorted_rows.places_P, x_TE, absent=problem.absent)
+        return combined(
+            rows_NE, weight_TK, sorted_rows.places_P, x_TE, residual_TE, absent=problem.absent
+        )
 
+    if problem.adds:
+        return lambda *arguments: experts(*arguments[:3], residual_TE=arguments[3])
     return experts
 
 

@@ -68,11 +68,11 @@ def few_up_kernel(
 
 @triton.jit
 def few_down_kernel(
-    inner, down, bias, expert, weight, y, SLOTS: tl.constexpr, E: tl.constexpr, I: tl.constexpr,
-    N: tl.constexpr, C: tl.constexpr, BIAS: tl.constexpr, ABSENT: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    inner, down, bias, expert, weight, y, y_stride, SLOTS: tl.constexpr, E: tl.constexpr,
+    I: tl.constexpr, N: tl.constexpr, C: tl.constexpr, BIAS: tl.constexpr, ABSENT: tl.constexpr,
+    ADD: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Grid: tiles of outputs, tokens."""
+    """Grid: tiles of outputs, tokens. With ADD y is the residual."""
     i_t = tl.program_id(1).to(tl.int64)
     o_n = tl.program_id(0) * N + tl.arange(0, N)
     o_c = tl.arange(0, C)
@@ -103,4 +103,7 @@ def few_down_kernel(
             b_bias = tl.load(bias + i_x * E + o_n, mask=m_x, other=0.0).to(tl.float32)
             b_y += b_bias * factor
     b_y += tl.sum(b_acc, axis=1)
-    tl.store(y + i_t * E + o_n, b_y.to(y.dtype.element_ty), mask=m_n)
+    p_y = y + i_t * y_stride + o_n
+    if ADD:
+        b_y += tl.load(p_y, mask=m_n, other=0.0).to(tl.float32)
+    tl.store(p_y, b_y.to(y.dtype.element_ty), mask=m_n)

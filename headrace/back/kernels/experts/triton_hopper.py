@@ -82,12 +82,15 @@ def bind(
     """The kernels for one layer; keeps the weights. `always`: by this plan, whatever the step."""
     assert up_bias_XI is None and down_bias_XE is None
     up_XIE, down_XEI = up_XIE.contiguous(), down_XEI.contiguous()
-    few = partial(_run_few, problem, up_XIE, down_XEI)
+    few = bind_few(problem, up_XIE, down_XEI)
     up = Grouped(up_XIE.flatten(0, 1), results=problem.inner, is_gated=True)
     down = Grouped(down_XEI.flatten(0, 1), results=problem.width, is_gated=False)
 
     def experts(
-        x_TE: torch.Tensor, expert_TK: torch.Tensor, weight_TK: torch.Tensor
+        x_TE: torch.Tensor,
+        expert_TK: torch.Tensor,
+        weight_TK: torch.Tensor,
+        residual_TE: torch.Tensor | None = None,
     ) -> torch.Tensor:
         from headrace.back.kernels.experts.triton_dispatch import combined, dispatched
         from headrace.back.kernels.experts.triton_experts import check_arguments
@@ -95,7 +98,7 @@ def bind(
         check_arguments(problem, x_TE, expert_TK, weight_TK)
         plan = always or plan_for(problem, len(x_TE))
         if plan.regime == "few":
-            return few(x_TE, expert_TK, weight_TK)
+            return few(x_TE, expert_TK, weight_TK, residual_TE)
         dispatch = dispatched(
             x_TE, expert_TK, experts=problem.experts, m=plan.m, absent=problem.absent
         )
@@ -103,9 +106,16 @@ def bind(
         inner_NI = x_TE.new_empty((len(rows_NE), problem.inner))
         up.run(plan, rows_NE, dispatch.tiles, inner_NI)
         down.run(plan, inner_NI, dispatch.tiles, rows_NE)  # which are read no more
-        return combined(rows_NE, weight_TK, dispatch.places_P, x_TE, absent=problem.absent)
+        return combined(
+            rows_NE, weight_TK, dispatch.places_P, x_TE, residual_TE, absent=problem.absent
+        )
 
     return experts
+
+
+def bind_few(problem: ExpertsProblem, up_XIE: torch.Tensor, down_XEI: torch.Tensor) -> Experts:
+    """The regime of few tokens alone, which any GPU could run."""
+    return partial(_run_few, problem, up_XIE, down_XEI)
 
 
 def _run_few(
@@ -115,13 +125,15 @@ def _run_few(
     x_TE: torch.Tensor,
     expert_TK: torch.Tensor,
     weight_TK: torch.Tensor,
+    residual_TE: torch.Tensor | None = None,
 ) -> torch.Tensor:
+    from headrace.back.kernels.experts.triton_dispatch import result_for
     from headrace.back.kernels.experts.triton_experts import activation_constants
     from headrace.back.kernels.experts.triton_few import few_down_kernel, few_up_kernel
 
     (num_tokens, slots), common = expert_TK.shape, launch(x_TE.device)
     inner_PI = x_TE.new_empty((num_tokens * slots, problem.inner))
-    y_TE = x_TE.new_empty(x_TE.shape)
+    y_TE = result_for(x_TE, residual_TE)
     sizes = {
         "SLOTS": slots,
         "E": problem.width,
@@ -136,8 +148,8 @@ def _run_few(
     )  # fmt: skip
     n, c, warps = FEW["down"]
     few_down_kernel[(triton.cdiv(problem.width, n), num_tokens)](
-        inner_PI, down_XEI, None, expert_TK, weight_TK, y_TE, N=n, C=c, num_warps=warps, **sizes,
-        **common,
+        inner_PI, down_XEI, None, expert_TK, weight_TK, y_TE, y_TE.stride(0), N=n, C=c,
+        ADD=residual_TE is not None, num_warps=warps, **sizes, **common,
     )  # fmt: skip
     return y_TE
 
@@ -212,7 +224,8 @@ def sample_of(problem: ExpertsProblem, num_tokens: int) -> Sample:
     order = torch.rand(num_tokens, 2, generator=generator).argsort(1)[:, : few.slots] * 2
     expert = with_absent(problem, order.to(device=problem.device, dtype=torch.int32))
     weight = torch.rand(num_tokens, few.slots, generator=generator).to(problem.device)
-    return Sample(problem=few, weights=(up, down), arguments=(x, expert, weight))
+    residual = (random_tensor(num_tokens, few.width, **new),) if problem.adds else ()
+    return Sample(problem=few, weights=(up, down), arguments=(x, expert, weight, *residual))
 
 
 def _plans(problem: ExpertsProblem) -> Sequence[PlanCheck]:

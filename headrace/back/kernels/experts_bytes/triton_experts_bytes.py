@@ -147,7 +147,12 @@ def bind(
     """The kernels for one layer. `always`: by tiles of so many rows, whatever the step."""
     mixture = problem.mixture
 
-    def run(x_TE: torch.Tensor, expert_TK: torch.Tensor, weight_TK: torch.Tensor) -> torch.Tensor:
+    def run(
+        x_TE: torch.Tensor,
+        expert_TK: torch.Tensor,
+        weight_TK: torch.Tensor,
+        residual_TE: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         check_arguments(mixture, x_TE, expert_TK, weight_TK)
         m = always or rows_for(mixture, len(x_TE))
         dispatch = dispatched(x_TE, expert_TK, experts=mixture.experts, m=m, absent=mixture.absent)
@@ -155,7 +160,9 @@ def bind(
         inner_NI = x_TE.new_empty((len(rows_NE), mixture.inner))
         _multiply(mixture, rows_NE, experts.up, up_bias_XI, tiles, inner_NI, m=m, is_gated=True)
         _multiply(mixture, inner_NI, experts.down, down_bias_XE, tiles, rows_NE, m=m)
-        return combined(rows_NE, weight_TK, dispatch.places_P, x_TE, absent=mixture.absent)
+        return combined(
+            rows_NE, weight_TK, dispatch.places_P, x_TE, residual_TE, absent=mixture.absent
+        )
 
     return run
 

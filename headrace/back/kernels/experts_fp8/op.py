@@ -66,9 +66,9 @@ def bind_reference(
     few = by(*(lambda rows: rows.to(problem.dtype).float(),) * 2)
     many = by(*(partial(rounded, scale_1=scale_1) for scale_1 in experts.fixed))
 
-    def run(x_TE: torch.Tensor, expert_TK: torch.Tensor, weight_TK: torch.Tensor) -> torch.Tensor:
+    def run(x_TE: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
         chosen = few if len(x_TE) < QUANTIZED_FROM else many
-        return chosen(x_TE, expert_TK, weight_TK)
+        return chosen(x_TE, *more)
 
     return run
 

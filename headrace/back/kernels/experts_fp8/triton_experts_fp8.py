@@ -18,7 +18,7 @@ import torch
 import triton
 
 from headrace.back.kernels.experts.op import OAI_ALPHA, SWIGLU_OAI, Experts, ExpertsProblem
-from headrace.back.kernels.experts.triton_dispatch import combined, dispatched
+from headrace.back.kernels.experts.triton_dispatch import combined, dispatched, result_for
 from headrace.back.kernels.experts.triton_experts import (
     KNOWN,
     MAX_EXPERTS,
@@ -89,11 +89,16 @@ def bind(
     mixture, biases = problem.mixture, (up_bias_XI, down_bias_XE)
     streamed = streams(problem)
 
-    def run(x_TE: torch.Tensor, expert_TK: torch.Tensor, weight_TK: torch.Tensor) -> torch.Tensor:
+    def run(
+        x_TE: torch.Tensor,
+        expert_TK: torch.Tensor,
+        weight_TK: torch.Tensor,
+        residual_TE: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         check_arguments(mixture, x_TE, expert_TK, weight_TK)
         plan = always or plan_for(problem, len(x_TE), streamed=streamed)
         if plan.regime == "few":
-            return _few(mixture, experts, biases, x_TE, expert_TK, weight_TK)
+            return _few(mixture, experts, biases, x_TE, expert_TK, weight_TK, residual_TE)
         of_tokens, of_inner = experts.fixed
         dispatch = dispatched(
             x_TE, expert_TK, experts=mixture.experts, m=plan.m, group=GROUP, scale_1=of_tokens,
@@ -109,7 +114,9 @@ def bind(
         out_NE, _ = multiply(
             mixture, rows, experts.down, down_bias_XE, tiles, m=plan.m, is_gated=False
         )
-        return combined(out_NE, weight_TK, dispatch.places_P, x_TE, absent=mixture.absent)
+        return combined(
+            out_NE, weight_TK, dispatch.places_P, x_TE, residual_TE, absent=mixture.absent
+        )
 
     return run
 
@@ -130,6 +137,7 @@ def _few(
     x_TE: torch.Tensor,
     expert_TK: torch.Tensor,
     weight_TK: torch.Tensor,
+    residual_TE: torch.Tensor | None,
 ) -> torch.Tensor:
     from headrace.back.kernels.experts_fp8.triton_few_fp8 import (
         few_down_fp8_kernel,
@@ -138,7 +146,7 @@ def _few(
 
     (num_tokens, slots), common = expert_TK.shape, launch(x_TE.device)
     inner_PI = x_TE.new_empty((num_tokens * slots, problem.inner))
-    y_TE = x_TE.new_empty(x_TE.shape)
+    y_TE = result_for(x_TE, residual_TE)
     facts = {
         "SLOTS": slots, "E": problem.width, "I": problem.inner,
         "GROUPED": experts.group is not None, "BIAS": problem.bias,
@@ -154,7 +162,8 @@ def _few(
     n, c, warps = FEW["down"]
     few_down_fp8_kernel[(triton.cdiv(problem.width, n), num_tokens)](
         inner_PI, experts.down.values_XOI, experts.down.scales_XGO, down_bias_XE, expert_TK,
-        weight_TK, y_TE, N=n, C=c, LINES=power_of_two(triton.cdiv(problem.inner, 128)),
+        weight_TK, y_TE, y_TE.stride(0), N=n, C=c,
+        LINES=power_of_two(triton.cdiv(problem.inner, 128)), ADD=residual_TE is not None,
         num_warps=warps, **facts,
     )  # fmt: skip
     return y_TE

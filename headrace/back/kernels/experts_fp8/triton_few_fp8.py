@@ -78,11 +78,12 @@ def few_up_fp8_kernel(
 
 @triton.jit
 def few_down_fp8_kernel(
-    inner, down, scales, bias, expert, weight, y, SLOTS: tl.constexpr, E: tl.constexpr,
+    inner, down, scales, bias, expert, weight, y, y_stride, SLOTS: tl.constexpr, E: tl.constexpr,
     I: tl.constexpr, N: tl.constexpr, C: tl.constexpr, LINES: tl.constexpr, GROUPED: tl.constexpr,
-    BIAS: tl.constexpr, ABSENT: tl.constexpr, DEPENDENT: tl.constexpr,
+    BIAS: tl.constexpr, ABSENT: tl.constexpr, ADD: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Grid: tiles of outputs, tokens. LINES: at least those of 128 inputs."""
+    """Grid: tiles of outputs, tokens. LINES: at least those of 128 inputs. With ADD y is the
+    residual."""
     G: tl.constexpr = (I + 127) // 128 if GROUPED else 1
     i_t = tl.program_id(1).to(tl.int64)
     o_n = tl.program_id(0) * N + tl.arange(0, N)
@@ -115,4 +116,7 @@ def few_down_fp8_kernel(
             b_bias = tl.load(bias + i_x * E + o_n, mask=m_b, other=0.0).to(tl.float32)
             b_y += b_bias * factor
     b_y += _total(b_all)
-    tl.store(y + i_t * E + o_n, b_y.to(y.dtype.element_ty), mask=o_n < E)
+    p_y = y + i_t * y_stride + o_n
+    if ADD:
+        b_y += tl.load(p_y, mask=o_n < E, other=0.0).to(tl.float32)
+    tl.store(p_y, b_y.to(y.dtype.element_ty), mask=o_n < E)

@@ -86,7 +86,12 @@ def bind(
     up = _Grouped(mixture, experts.up, up_bias_XI, results=mixture.inner, is_gated=True)
     down = _Grouped(mixture, experts.down, down_bias_XE, results=mixture.width, is_gated=False)
 
-    def run(x_TE: torch.Tensor, expert_TK: torch.Tensor, weight_TK: torch.Tensor) -> torch.Tensor:
+    def run(
+        x_TE: torch.Tensor,
+        expert_TK: torch.Tensor,
+        weight_TK: torch.Tensor,
+        residual_TE: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         check_arguments(mixture, x_TE, expert_TK, weight_TK)
         plan = always or plan_for(mixture, len(x_TE))
         m = plan.m
@@ -100,7 +105,9 @@ def bind(
                 gemm.stream(plan, rows_in, dispatch.tiles, rows_out)
             else:
                 gemm.tiles(m, rows_in, dispatch.tiles, rows_out)
-        return combined(rows_NE, weight_TK, dispatch.places_P, x_TE, absent=mixture.absent)
+        return combined(
+            rows_NE, weight_TK, dispatch.places_P, x_TE, residual_TE, absent=mixture.absent
+        )
 
     return run
 

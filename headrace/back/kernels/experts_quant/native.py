@@ -99,6 +99,8 @@ def _supports(problem: ExpertsQuantProblem) -> str | None:
     mixture = problem.mixture
     if mixture.activation not in ACTIVATION_IDS:
         return f"knows no {mixture.activation}"
+    if mixture.adds:
+        return "adds into no residual"
     if max(mixture.width, mixture.inner) > MAX_INPUTS:
         return f"sums at most {MAX_INPUTS} inputs"
     return mixed_rows(problem.kinds) or unsupported(mixture.device, mixture.dtype)

@@ -37,15 +37,19 @@ def bind(problem: LinearProblem, weight_OI: torch.Tensor, bias_O: torch.Tensor |
     def linear(x_TI: torch.Tensor) -> torch.Tensor:
         run = run_for(len(x_TI))
         if run is None:
-            return F.linear(x_TI, weight_OI, bias_O)
-        y_TO = x_TI.new_empty(len(x_TI), problem.outputs)
+            y_TO = F.linear(x_TI, weight_OI, bias_O)
+            return y_TO.float() if problem.wide else y_TO
+        y_TO = _result(problem, x_TI)
         run(x_TI, y_TO)
         return y_TO
 
-    def wide(x_TI: torch.Tensor) -> torch.Tensor:
-        return linear(x_TI).float()
+    return linear
 
-    return wide if problem.wide else linear
+
+def _result(problem: LinearProblem, x_TI: torch.Tensor) -> torch.Tensor:
+    """Our kernels round their float32 sums to what y holds."""
+    dtype = torch.float32 if problem.wide else problem.dtype
+    return x_TI.new_empty(len(x_TI), problem.outputs, dtype=dtype)
 
 
 def plans(problem: LinearProblem) -> list[PlanCheck]:
@@ -74,9 +78,9 @@ def _bind_plan(
     run = launcher(Gemm(weight_OI=weight_OI, bias_O=bias_O), plan, padded(tokens))
 
     def linear(x_TI: torch.Tensor) -> torch.Tensor:
-        y_TO = x_TI.new_empty(len(x_TI), problem.outputs)
+        y_TO = _result(problem, x_TI)
         run(x_TI, y_TO)
-        return y_TO.float() if problem.wide else y_TO
+        return y_TO
 
     return linear
 

@@ -6,7 +6,7 @@ T tokens, E hidden size.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -38,7 +38,7 @@ class Beside:
     norms = False
 
     def __init__(self, scope: Scope, spec: BesideSpec, place: FeedForwardPlace) -> None:
-        self._mixture = spec.mixture.build(scope, place)
+        self._mixture = spec.mixture.build(scope, replace(place, norm=None))
         self._lone = spec.shared.build(scope, place)
         self._axis = scope.mesh.tp
 

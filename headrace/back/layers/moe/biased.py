@@ -5,7 +5,7 @@ T tokens, E hidden size.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -33,7 +33,7 @@ class BiasedMixture:
     norms = False
 
     def __init__(self, scope: Scope, spec: BiasedMixtureSpec, place: FeedForwardPlace) -> None:
-        self._mixture = spec.mixture.build(scope, place)
+        self._mixture = spec.mixture.build(scope, replace(place, norm=None))
         at = scope / spec.mixture.name
         self._bias = at.param(spec.bias, (place.width,), init="zeros")
         self._bias_E = torch.empty(0)

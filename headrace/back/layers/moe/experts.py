@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -19,12 +20,12 @@ from headrace.back.kernels.experts_bytes.op import ExpertsBytesProblem
 from headrace.back.kernels.experts_fp8.layout import Fp8Experts
 from headrace.back.kernels.experts_fp8.op import OP as EXPERTS_FP8
 from headrace.back.kernels.experts_fp8.op import ExpertsFp8Problem
-from headrace.back.kernels.experts_int4.layout import Int4Experts
 from headrace.back.kernels.experts_int4.op import OP as EXPERTS_INT4
 from headrace.back.kernels.experts_int4.op import ExpertsInt4Problem
 from headrace.back.kernels.experts_quant.layout import PackedExperts, mixed_rows
 from headrace.back.kernels.experts_quant.op import OP as EXPERTS_QUANT
 from headrace.back.kernels.experts_quant.op import ExpertsQuantProblem
+from headrace.back.kernels.op import Op
 from headrace.back.layers.moe.balance import MovableExperts
 from headrace.back.layers.moe.exchange import ALLREDUCE, exchanged, exchanged_in_rounds, slots_on
 from headrace.back.layers.moe.split import ExpertSizes
@@ -173,6 +174,21 @@ def bind_experts(
     return _bind_apart(scope, problem, routed, shared)
 
 
+def bind_adding_experts(
+    scope: Scope, problem: ExpertsProblem, experts: TakenExperts
+) -> Experts | None:
+    """f(x_TE, expert_TK, weight_TK, residual_TE), which adds y into the residual, if a kernel does
+    that; else they are still to be bound."""
+    problem = replace(problem, adds=True)
+    packed, biases = experts.packed, experts.biases
+    if isinstance(packed, GpuExperts):
+        return scope.bind_if_served(*_gpu_op(problem, packed), packed, *biases)
+    if experts.floats is None:
+        return None
+    weights = experts.floats.up_XIE, experts.floats.down_XEI
+    return scope.bind_if_served(EXPERTS, problem, *weights, *biases)
+
+
 def bind_own_experts(
     scope: Scope,
     problem: ExpertsProblem,
@@ -243,7 +259,7 @@ def _counted(experts: Experts, movable: MovableExperts) -> Experts:
 def _bind(scope: Scope, problem: ExpertsProblem, sets: tuple[TakenExperts, ...]) -> Experts:
     problem = replace(problem, experts=sum(len(one) for one in sets))
     first = sets[0].packed
-    if isinstance(first, Fp8Experts | Int4Experts | ByteExperts):
+    if isinstance(first, GpuExperts):
         return _bind_on_gpu(scope, problem, first, sets[0].biases)
     parts = tuple(one.packed for one in sets if isinstance(one.packed, PackedExperts))
     if parts:
@@ -262,16 +278,7 @@ def _bind_on_gpu(
     scope: Scope, problem: ExpertsProblem, experts: GpuExperts, biases: Biases
 ) -> Experts:
     """By the kernels that read quantized weights; where none serves, the weights become floats."""
-    if isinstance(experts, Fp8Experts):
-        fixed = experts.inputs_2 is not None
-        fp8 = ExpertsFp8Problem(mixture=problem, group=experts.group, fixed=fixed)
-        bound = scope.bind_fused(EXPERTS_FP8, fp8, experts, *biases)
-    elif isinstance(experts, ByteExperts):
-        eight = ExpertsBytesProblem(mixture=problem, form=experts.form)
-        bound = scope.bind_fused(EXPERTS_BYTES, eight, experts, *biases)
-    else:
-        int4 = ExpertsInt4Problem(mixture=problem, form=experts.form)
-        bound = scope.bind_fused(EXPERTS_INT4, int4, experts, *biases)
+    bound = scope.bind_fused(*_gpu_op(problem, experts), experts, *biases)
     if bound is not None:
         return bound
     if problem.beside:
@@ -280,6 +287,16 @@ def _bind_on_gpu(
         return lambda *arguments: choice.bind(*experts.floats(problem.dtype), *biases)(*arguments)
     scope.ledger.note(_DEQUANTIZED)
     return scope.bind(EXPERTS, problem, *experts.floats(problem.dtype), *biases)
+
+
+def _gpu_op(problem: ExpertsProblem, experts: GpuExperts) -> tuple[Op[Any], Any]:
+    """The op that reads these weights, and its problem."""
+    if isinstance(experts, Fp8Experts):
+        fixed = experts.inputs_2 is not None
+        return EXPERTS_FP8, ExpertsFp8Problem(mixture=problem, group=experts.group, fixed=fixed)
+    if isinstance(experts, ByteExperts):
+        return EXPERTS_BYTES, ExpertsBytesProblem(mixture=problem, form=experts.form)
+    return EXPERTS_INT4, ExpertsInt4Problem(mixture=problem, form=experts.form)
 
 
 def _bind_apart(

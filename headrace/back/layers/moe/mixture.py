@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from headrace.back.kernels.experts.op import ExpertsProblem
+from headrace.back.kernels.experts.op import Experts, ExpertsProblem
+from headrace.back.kernels.fused_route.op import FusedRoute
 from headrace.back.kernels.route.op import OP as ROUTE
-from headrace.back.kernels.route.op import RouteProblem
 from headrace.back.layers.adapter_shares import EXPERTS
 from headrace.back.layers.gated_residual import ScaledBefore, ScaledBeforeSpec
 from headrace.back.layers.gemms import bind_linear
@@ -25,13 +25,20 @@ from headrace.back.layers.moe.adapted import AdaptedExperts
 from headrace.back.layers.moe.experts import (
     ExpertSet,
     SharedExperts,
+    bind_adding_experts,
     bind_experts,
     bind_own_experts,
     joined,
 )
-from headrace.back.layers.moe.router import RouterSpec, choice_bias
+from headrace.back.layers.moe.router import (
+    RouterSpec,
+    bind_fused_route,
+    choice_bias,
+    route_problem,
+)
 from headrace.back.layers.moe.split import ExpertSizes, sizes_in
 from headrace.back.layers.moe.weights import ExpertLayout, LoadedExperts, SeparateExperts
+from headrace.back.layers.norm import RMSNorm
 from headrace.back.layers.scope import Scope, not_loaded
 from headrace.back.parallel.collectives import Partial
 from headrace.back.parallel.param import WeightPiece
@@ -77,14 +84,20 @@ class MixtureSpec:
     def build(self, scope: Scope, place: FeedForwardPlace) -> FeedForward:
         """See FeedForwardSpec; the place's `inner` is that of dense layers."""
         activation = self.activation or place.activation
-        return Mixture(scope / self.name, self, place.width, activation=activation, adds=place.adds)
+        return Mixture(
+            scope / self.name,
+            self,
+            place.width,
+            activation=activation,
+            adds=place.adds,
+            norm=place.norm,
+        )
 
 
 class Mixture:
     """x_TE -> y_TE: see MixtureSpec. `adds`: y goes into the residual as it is; `routed_width`: of
-    what the router reads, where it is not that of the experts."""
-
-    norms = False
+    what the router reads, where it is not that of the experts. `norm` stands before it: with the
+    router in one, where a kernel does both, and then whoever calls takes y in the residual too."""
 
     def __init__(
         self,
@@ -95,7 +108,12 @@ class Mixture:
         activation: str,
         adds: bool = True,
         routed_width: int | None = None,
+        norm: RMSNorm | None = None,
     ) -> None:
+        fuses = scope.mesh.tp.size == 1 and "linear" not in scope.unfused
+        self._norm = norm if fuses else None
+        self._fused_route: FusedRoute | None = None
+        self._adding: Experts | None = None
         self._adds, self._routed_width = adds, routed_width or width
         self._scope, self._spec, self._width, self._activation = scope, spec, width, activation
         router, shared = spec.router, spec.shared
@@ -129,12 +147,7 @@ class Mixture:
             param.routed = count, min(router.top_k, count)
         there = scope.of_experts
         self._routed = ExpertSet(there, loaded, params, sizes=each, scale=self._expert_scale)
-        self._shared = None
-        if shared is not None:
-            first = len(ledger.params)
-            mlp = self._shared_experts(scope / shared.name, shared)
-            sizes_of = (self._num_shared, width, self._shared_inner)
-            self._shared = ExpertSet(scope, mlp, ledger.params[first:], sizes=sizes_of)
+        self._shared = None if shared is None else self._shared_set(scope, shared)
         self._slot_norm = None
         if spec.slot_norm is not None:
             slot_norm, kind = spec.slot_norm
@@ -146,9 +159,20 @@ class Mixture:
             scope.ledger.note(_PLAIN)
         scope.on_finish(self._finish)
 
-    def forward_into(self, x_TE: torch.Tensor, residual_TE: torch.Tensor) -> torch.Tensor | Partial:
-        """y_TE, to be added to the residual."""
-        y_TE, axis = self.mixed(x_TE, x_TE), self._scope.mesh.tp
+    @property
+    def norms(self) -> bool:
+        """Whether the norm before is part of it."""
+        return self._fused_route is not None
+
+    def forward_into(
+        self, x_TE: torch.Tensor, residual_TE: torch.Tensor
+    ) -> torch.Tensor | Partial | None:
+        """y_TE, to be added to the residual; None if that was done."""
+        x_TE, expert_TK, weight_TK = self._routed_rows(x_TE)
+        if self._adding is not None:
+            self._adding(x_TE, expert_TK, weight_TK, residual_TE)
+            return None
+        y_TE, axis = self.of_chosen(x_TE, expert_TK, weight_TK), self._scope.mesh.tp
         if axis.size == 1:
             return y_TE
         share = Partial(y_TE, axis)
@@ -160,6 +184,17 @@ class Mixture:
         """This rank's share of y_TE; the router reads `routed_TE`, and chooses among `stated_TX`,
         if they are stated."""
         return self.of_chosen(x_TE, *self.routes(routed_TE, stated_TX))
+
+    def _routed_rows(self, x_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What the experts read, and `routes` of it."""
+        if self._fused_route is None or self._norm is None:
+            return x_TE, *self.routes(x_TE)
+        if len(x_TE) != 1:
+            x_TE = self._norm.norm(x_TE)
+            return x_TE, *self.routes(x_TE)
+        x_TE, expert_TK, weight_TK = self._fused_route(x_TE)
+        self._scope.ledger.routing.see(expert_TK[:, : self._spec.router.top_k])
+        return x_TE, expert_TK, weight_TK
 
     def routes(
         self, routed_TE: torch.Tensor, stated_TX: torch.Tensor | None = None
@@ -237,6 +272,12 @@ class Mixture:
         y_PE = norm.norm(Partial(y_PE, axis).total())
         return y_PE.zero_() if axis.rank else y_PE
 
+    def _shared_set(self, scope: Scope, shared: SharedSpec) -> ExpertSet:
+        first = len(scope.ledger.params)
+        mlp = self._shared_experts(scope / shared.name, shared)
+        sizes = (self._num_shared, self._width, self._shared_inner)
+        return ExpertSet(scope, mlp, scope.ledger.params[first:], sizes=sizes)
+
     def _shared_experts(self, inside: Scope, shared: SharedSpec) -> LoadedExperts:
         if shared.layout is None:
             return SharedExperts(
@@ -275,25 +316,21 @@ class Mixture:
         spec, scope, router = self._spec, self._scope, self._spec.router
         scope.ledger.routing.top_k.append(router.top_k)
         bias = self._router_bias.take() if self._router_bias else None
-        self._logits = bind_linear(scope, self._router.take(), bias, wide=True)
-        problem = RouteProblem(
-            device=scope.kind,
-            experts=router.experts,
-            top_k=router.top_k,
-            score=router.score,
-            renormalize=router.renormalize and not self._num_joint,
-            softmax_chosen=router.softmax_chosen,
-            scale=1.0 if self._num_joint else router.scale,
-            groups=router.groups,
-            kept_groups=router.kept_groups,
-            group_score=router.group_score,
-            bias=self._choice_bias is not None,
+        weight_GE = self._router.take()
+        self._logits = bind_linear(scope, weight_GE, bias, wide=True)
+        problem = route_problem(
+            router,
+            scope.kind,
             shared=self._num_shared - self._num_joint,
             shared_gate=self._is_gated,
-            jitter=router.jitter,
+            joint=self._num_joint > 0,
         )
         chooses_X = self._choice_bias.take_float().flatten() if self._choice_bias else None
         self._route = scope.bind(ROUTE, problem, chooses_X)
+        if self._norm is not None and not self._num_joint:
+            self._fused_route = bind_fused_route(
+                scope, router, problem, self._norm, weight_GE, bias, chooses_X
+            )
         if scope.host_experts is not None:
             scope.host_experts.bring(self._routed, without=scope.beside)
         routed = self._routed.take()
@@ -314,10 +351,17 @@ class Mixture:
                 scope, experts, routed, shared, sizes=self._sizes, shared_inner=self._shared_inner
             )
             return
-        if self._adapted is None:
+        if self._adapted is None and scope.host_experts is not None:
             self._experts = bind_experts(scope, experts, routed, shared)
             return
         routed, shared = joined(routed, shared)
+        if self._adapted is None:
+            is_whole = shared is None and not (self._by_slots or router.idle)
+            if is_whole and self._adds and self._norm is not None:
+                self._adding = bind_adding_experts(scope, experts, routed)
+            if self._adding is None:
+                self._experts = bind_experts(scope, experts, routed, shared)
+            return
         beside = replace(experts, beside=True)
         adapted = bind_experts(scope, beside, routed, shared)
         plain = adapted if scope.kind == "cpu" else bind_experts(scope, experts, routed, shared)

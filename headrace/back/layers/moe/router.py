@@ -1,9 +1,15 @@
-"""The router of a mixture as data, and the bias that only chooses."""
+"""The router of a mixture as data, the bias that only chooses, and the ops that a router is."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
+from headrace.back.kernels.fused_route.op import OP as FUSED_ROUTE
+from headrace.back.kernels.fused_route.op import FusedRoute, FusedRouteProblem
+from headrace.back.kernels.route.op import RouteProblem
+from headrace.back.layers.norm import RMSNorm
 from headrace.back.layers.scope import Scope
 from headrace.back.parallel.param import Param, WeightPiece
 
@@ -62,3 +68,48 @@ def choice_bias(scope: Scope, router: RouterSpec) -> Param | None:
         init="zeros",
         optional=router.bias_optional,
     )
+
+
+def route_problem(
+    router: RouterSpec, device: str, *, shared: int, shared_gate: bool, joint: bool
+) -> RouteProblem:
+    """The choice of a router with so many shared experts behind it. `joint`: the chosen share their
+    scale with experts that it does not know."""
+    return RouteProblem(
+        device=device,
+        experts=router.experts,
+        top_k=router.top_k,
+        score=router.score,
+        renormalize=router.renormalize and not joint,
+        softmax_chosen=router.softmax_chosen,
+        scale=1.0 if joint else router.scale,
+        groups=router.groups,
+        kept_groups=router.kept_groups,
+        group_score=router.group_score,
+        bias=bool(router.bias_name),
+        shared=shared,
+        shared_gate=shared_gate,
+        jitter=router.jitter,
+    )
+
+
+def bind_fused_route(
+    scope: Scope,
+    router: RouterSpec,
+    route: RouteProblem,
+    norm: RMSNorm,
+    weight_GE: torch.Tensor,
+    bias_G: torch.Tensor | None,
+    chooses_X: torch.Tensor | None,
+) -> FusedRoute | None:
+    """The norm before, the router and its choice of one token in one kernel, if there is one."""
+    if router.softcap or router.logit_scale != 1.0:
+        return None
+    problem = FusedRouteProblem(
+        route=route,
+        dtype=scope.dtype,
+        width=weight_GE.shape[1],
+        eps=norm.eps,
+        bias=bias_G is not None,
+    )
+    return scope.bind_if_served(FUSED_ROUTE, problem, weight_GE, bias_G, norm.weight_E, chooses_X)
