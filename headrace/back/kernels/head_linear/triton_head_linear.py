@@ -1,5 +1,6 @@
 """The GEMM of each head in one Triton kernel. A result is one sum along the inputs in one order;
-steps of few tokens take a smaller tile where that gives the same bits."""
+steps of few tokens take a smaller tile where that gives the same bits: more programs, whose weights
+are asked for (into the second-level cache) before the kernel waits for the one before it."""
 
 from __future__ import annotations
 
@@ -8,28 +9,41 @@ import triton
 import triton.language as tl
 
 from headrace.back.kernels.head_linear.op import HeadLinear, HeadLinearProblem, check_operands
+from headrace.back.kernels.linear.triton_skinny import prefetch_rows
 from headrace.back.kernels.op import Kernel
 from headrace.back.kernels.triton.grid import enter
-from headrace.back.kernels.triton.wrap import has_known_products, launch, unsupported
+from headrace.back.kernels.triton.wrap import (
+    has_known_products,
+    launch,
+    power_of_two,
+    unsupported,
+)
 
 FEW, MANY = 16, 64
 """Tokens of a tile."""
 OUTPUTS, INPUTS = 64, 64
 """Of a tile, and of a step of its sum."""
+FEW_OUTPUTS, FEW_STAGES = 16, 4
+"""Of a tile of few tokens, and steps on their way to it."""
+LEAST_PREFETCH = 64
+"""Inputs of a row below which it is not worth a line of its own."""
 
 
 @triton.jit
 def head_linear_kernel(
     x, weight, y, num_tokens, x_token_stride, x_head_stride, y_token_stride, y_head_stride,
     I: tl.constexpr, O: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    PREFETCH: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Grid: tiles of tokens x tiles of outputs, heads."""
-    enter(DEPENDENT)
+    """Grid: tiles of tokens x tiles of outputs, heads. PREFETCH: inputs that are asked for early, a
+    power of two, 0: none."""
     TILES: tl.constexpr = (O + N - 1) // N
     i_h = tl.program_id(1).to(tl.int64)
     o_m = tl.program_id(0) // TILES * M + tl.arange(0, M)
     o_n = tl.program_id(0) % TILES * N + tl.arange(0, N)
+    if DEPENDENT and PREFETCH > 0:
+        prefetch_rows(weight, i_h * O + tl.minimum(o_n, O - 1), I, PREFETCH)
+    enter(DEPENDENT)
     m_m, m_n = o_m < num_tokens, o_n < O
     p_x = x + i_h * x_head_stride + o_m.to(tl.int64)[:, None] * x_token_stride
     p_w = weight + (i_h * O + o_n[None, :]) * I
@@ -47,17 +61,21 @@ def head_linear_kernel(
 def bind(problem: HeadLinearProblem, weight_HOI: torch.Tensor) -> HeadLinear:
     """The kernel for one layer; keeps the weight."""
     weight_HOI = weight_HOI.contiguous()
-    few = FEW if has_known_products() and problem.dtype is not torch.float32 else MANY
+    has_few = has_known_products() and problem.dtype is not torch.float32
+    prefetched = power_of_two(problem.inputs + 1) // 2
+    prefetched = prefetched if prefetched >= LEAST_PREFETCH else 0
 
     def head_linear(x_THI: torch.Tensor, y_THO: torch.Tensor) -> None:
         check_operands(problem, x_THI, y_THO)
         num_tokens = x_THI.shape[0]
-        rows = few if num_tokens <= FEW else MANY
-        tiles = triton.cdiv(num_tokens, rows) * triton.cdiv(problem.outputs, OUTPUTS)
+        rows, outputs, early, stages = MANY, OUTPUTS, 0, 2
+        if has_few and num_tokens <= FEW:
+            rows, outputs, early, stages = FEW, FEW_OUTPUTS, prefetched, FEW_STAGES
+        tiles = triton.cdiv(num_tokens, rows) * triton.cdiv(problem.outputs, outputs)
         head_linear_kernel[(tiles, problem.heads)](
             x_THI, weight_HOI, y_THO, num_tokens, *x_THI.stride()[:2], *y_THO.stride()[:2],
-            I=problem.inputs, O=problem.outputs, M=rows, N=OUTPUTS, K=INPUTS, num_warps=4,
-            num_stages=2, **launch(x_THI.device),
+            I=problem.inputs, O=problem.outputs, M=rows, N=outputs, K=INPUTS, PREFETCH=early,
+            num_warps=4, num_stages=stages, **launch(x_THI.device),
         )  # fmt: skip
 
     return head_linear
