@@ -5,9 +5,9 @@ experts, beside those that are taken, on one H200.
 
 fp8: numbers turned into floats in registers by plans of "gemv" (outputs of a program, inputs of a step, warps, steps
 asked for early), and the token quantized for the tensor cores by plans of "skinny" (stages, programs that share the
-inputs). q4_k: groups of 32 with minima by stages, programs of a multiprocessor, two tiles at once. mxfp4: stages and
-programs of a multiprocessor of both GEMMs, rows of a tile, two tiles at once. A line is: what, microseconds of one
-call, share of the floor of the bytes at 4.346 TB/s.
+inputs). q4_k: groups of 32 with minima by rounds ahead (rows) or stages, programs of a multiprocessor, two tiles at
+once. mxfp4: stages and programs of a multiprocessor of both GEMMs, rows of a tile, two tiles at once. A line is: what,
+microseconds of one call, share of the floor of the bytes at 4.346 TB/s.
 """
 
 from __future__ import annotations
@@ -54,9 +54,20 @@ GEMV = (
 )  # fmt: skip
 SKINNY = ((6, 1), (8, 1), (6, 2), (6, 4), (8, 4), (4, 8))
 OF_LAYERS: tuple[dict[str, Any], ...] = (
-    {"stages": 4}, {"stages": 6}, {"per_sm": 3}, {"per_sm": 4}, {"per_sm": 6}, {"pair": False},
-    {"pair": False, "per_sm": 4}, {"pair": False, "per_sm": 4, "stages": 4},
-    {"pair": False, "per_sm": 6, "stages": 3}, {"per_sm": 1, "stages": 8},
+    {"stages": 4},
+    {"stages": 6},
+    {"per_sm": 3},
+    {"per_sm": 4},
+    {"per_sm": 6},
+    {"pair": False},
+    {"pair": False, "per_sm": 4},
+    {"pair": False, "per_sm": 4, "stages": 4},
+    {"pair": False, "per_sm": 6, "stages": 3},
+    {"per_sm": 1, "stages": 8},
+)
+BY_ROWS: tuple[dict[str, Any], ...] = (
+    {"depth": 1}, {"depth": 1, "pair": False}, {"depth": 1, "per_sm": 1}, {"depth": 2, "per_sm": 1},
+    {"depth": 2, "pair": False}, {"depth": 1, "per_sm": 3, "pair": False},
 )  # fmt: skip
 OF_EXPERTS: tuple[dict[str, Any], ...] = (
     {"stages": (4, 4)}, {"stages": (6, 6), "per_sm": (2, 2)}, {"per_sm": (2, 2)}, {"per_sm": (3, 3)},
@@ -158,11 +169,14 @@ def q4_k(until: float) -> None:
             ]  # fmt: skip
             floor_us = weight.num_bytes / BYTES_PER_S * 1e6
             taken = plan_of_int4(tokens, gated=problem.activation is not None, group=32)
-            plans = [taken, *(replace(taken, depth=0, **one) for one in OF_LAYERS)]
+            rows = BY_ROWS if tokens == 1 else ()
+            plans = [taken, *(replace(taken, per_sm=2, **one) for one in rows)]
+            plans += [replace(taken, depth=0, **one) for one in OF_LAYERS]
             for plan in plans:
                 if time.monotonic() > until:
                     return
-                what = f"q4_k, {tokens} tokens, {name}: {plan.stages} {plan.per_sm} {plan.pair}"
+                by = f"rows {plan.depth}" if plan.depth else f"stages {plan.stages}"
+                what = f"q4_k, {tokens} tokens, {name}: {by} {plan.per_sm} {plan.pair}"
                 what += " (taken)" if plan is taken else ""
 
                 tell(what, timed(partial(streamed, gemms, plan, x_TI, y_TY)), floor_us)

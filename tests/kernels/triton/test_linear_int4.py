@@ -135,6 +135,12 @@ def test_streams(
         (128, False, 2, 2, True, 4096, 12288, False, None, True, None),
         (128, True, 1, 4, True, 24576, 4096, False, "silu", False, 1e-6),
         (128, False, 3, 1, True, 24576, 4096, False, "silu", False, None),
+        (32, True, 2, 1, True, 24576, 4096, False, "silu", False, 1e-6),
+        (32, True, 2, 1, False, 4096, 12288, False, None, True, None),
+        (32, True, 2, 2, False, 6144, 4096, False, None, False, 1e-6),
+        (32, False, 1, 1, True, 200, 400, True, None, True, None),
+        (16, True, 2, 1, False, 4096, 4096, True, None, True, 1e-6),
+        (64, False, 1, 1, True, 1024, 5120, True, "silu", False, 1e-6),
     ],
 )
 def test_rows(group, minima, per_sm, depth, pair, outputs, inputs, bias, activation, add, eps):

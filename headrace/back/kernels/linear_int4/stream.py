@@ -21,8 +21,8 @@ LEAST_TOKENS = 8
 """Columns of the smallest matrix instruction."""
 CHUNK = 4096
 """Inputs of one token that are loaded together."""
-ROUND = 1024
-"""Inputs of all warps of triton_rows_int4.py."""
+WARPS, COLUMNS = 8, 8
+"""Of a program of triton_rows_int4.py, and of its matrix instruction."""
 ROW_TILE = 16
 """Outputs of its programs."""
 Launch = Callable[[torch.Tensor, torch.Tensor], None]
@@ -88,18 +88,30 @@ def unfit_sizes(gemm: Int4Gemm) -> str | None:
 
 
 def by_rows(gemm: Int4Gemm, plan: StreamPlan) -> bool:
-    """Whether triton_rows_int4.py serves: one token in bfloat16, groups of no less than a block."""
-    weight = gemm.weight
-    bfloat = weight.scales_NBSR.dtype is torch.bfloat16
-    return plan.tokens == 1 and plan.depth > 0 and bfloat and weight.group in (None, BLOCK)
+    """Whether triton_rows_int4.py serves: one token times integers in bfloat16."""
+    bfloat = gemm.weight.scales_NBSR.dtype is torch.bfloat16
+    return plan.tokens == 1 and plan.depth > 0 and bfloat and not gemm.weight.floats
+
+
+def _shared_inputs(weight: Int4Weight) -> int:
+    """Inputs that share a scale in a block, 0: all of them."""
+    return 0 if weight.group in (None, BLOCK) else weight.group or 0
+
+
+def _round(weight: Int4Weight) -> tuple[int, int]:
+    """Inputs of all warps of triton_rows_int4.py in a round, and their sums."""
+    group = _shared_inputs(weight)
+    sums = WARPS * COLUMNS if group else WARPS
+    return sums * (group or BLOCK), sums
 
 
 def shared_bytes(gemm: Int4Gemm, plan: StreamPlan) -> int:
     """Shared memory of a program."""
     tokens = plan.tokens
     if by_rows(gemm, plan):
-        rounds = triton.cdiv(gemm.weight.inputs, ROUND * plan.depth) * plan.depth
-        return rounds * (ROUND * 2 + 32) + 2048
+        inputs, sums = _round(gemm.weight)
+        rounds = triton.cdiv(gemm.weight.inputs, inputs * plan.depth) * plan.depth
+        return rounds * (inputs * 2 + sums * 4) + 2048
     block = parts(gemm, plan) * ROWS * BLOCK // 2
     if tokens == 1:
         return plan.stages * block + -(-gemm.weight.inputs // CHUNK) * CHUNK * 2 + 1024
@@ -129,9 +141,9 @@ def _bind_rows(gemm: Int4Gemm, plan: StreamPlan) -> Launch:
     programs = min(plan.per_sm * num_sms(device), tiles)
     constants = {
         "INPUTS": weight.inputs, "OUTPUTS": gemm.results, "STEPS": weight.words_NBW.shape[1],
-        "PROGRAMS": programs, "DEPTH": plan.depth, "PAIR": pair, "WHOLE": weight.group is None,
-        "MINIMA": weight.minima, "NORM": gemm.norm_I is not None, "BIAS": gemm.bias_O is not None,
-        "GATED": gated, "ADD": gemm.add, "num_warps": 8,
+        "PROGRAMS": programs, "DEPTH": plan.depth, "PAIR": pair, "GROUP": _shared_inputs(weight),
+        "WHOLE": weight.group is None, "MINIMA": weight.minima, "NORM": gemm.norm_I is not None,
+        "BIAS": gemm.bias_O is not None, "GATED": gated, "ADD": gemm.add, "num_warps": 8,
     }  # fmt: skip
 
     def one(x_TI: torch.Tensor, y_TY: torch.Tensor) -> None:

@@ -69,13 +69,24 @@ PLANS: dict[int, tuple[StreamPlan, StreamPlan]] = {
 an H200 (benchmarks/h200/quantized.md)."""
 MANY = StreamPlan(stages=3, per_sm=1, tokens=MOST_TOKENS)
 ONE_IN_SMALL_GROUPS = StreamPlan(stages=3, per_sm=4, tokens=1)
-"""Of one token where triton_rows_int4.py does not serve (benchmarks.lab.few_tokens, Q4_K: 26.6 us
-for gates and ups, 37.6 by two programs of a multiprocessor)."""
+"""Of one token by streams (benchmarks.lab.few_tokens, Q4_K: 26.6 us for gates and ups, 37.6 by two
+programs of a multiprocessor)."""
 
 
-def plan_of(tokens: int, *, gated: bool, group: int | None) -> StreamPlan:
+BY_ROWS_IN_SMALL_GROUPS = (
+    StreamPlan(stages=3, per_sm=2, tokens=1, depth=1, pair=False),
+    StreamPlan(stages=3, per_sm=2, tokens=1, depth=1),
+)
+"""The same of integers by triton_rows_int4.py, without an activation and with one: two programs of
+128 registers fit a multiprocessor. Taken once a device has shown that they are quicker."""
+SMALL_GROUPS_BY_ROWS = False
+
+
+def plan_of(tokens: int, *, gated: bool, group: int | None, floats: bool = False) -> StreamPlan:
     """The plan for a padded number of tokens of a weight with such groups."""
     if tokens == 1 and group not in (None, BLOCK):
+        if SMALL_GROUPS_BY_ROWS and not floats:
+            return BY_ROWS_IN_SMALL_GROUPS[gated]
         return ONE_IN_SMALL_GROUPS
     for most, both in PLANS.items():
         if tokens <= most:
@@ -111,7 +122,7 @@ def bind(
     @cache
     def launch_of(tokens: int) -> stream.Launch:
         gated = problem.activation is not None
-        plan = plan_of(tokens, gated=gated, group=weight.group)
+        plan = plan_of(tokens, gated=gated, group=weight.group, floats=weight.floats)
         return stream.bind(one if tokens == 1 else several, plan)
 
     def tiles(x_TI: torch.Tensor, y_TY: torch.Tensor) -> None:
@@ -154,7 +165,8 @@ def _int8_rows(
 def _streams(problem: LinearInt4Problem, gemm: Int4Gemm) -> bool:
     if problem in _skipped or stream.unfit(gemm) is not None:
         return False
-    plan = plan_of(1, gated=bool(gemm.activation), group=gemm.weight.group)
+    weight = gemm.weight
+    plan = plan_of(1, gated=bool(gemm.activation), group=weight.group, floats=weight.floats)
     return stream.shared_bytes(gemm, plan) <= shared_bytes()
 
 
