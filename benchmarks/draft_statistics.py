@@ -1,7 +1,7 @@
 """Whether drafts leave the distribution of answers alone: every drafter with every way to sample, against plain
 sampling.
 
-    python -m benchmarks.draft_statistics [--samples 400] [--drafters ngram,eagle3] [--out FILE]
+    python -m benchmarks.draft_statistics [--samples 400] [--drafters "ngram;eagle3, sampled"] [--out FILE]
     python -m benchmarks.draft_statistics --write      makes draft_statistics.md of the result
 
 The bundled model continues one text for a few tokens, so many times for each way to sample. Of a pair of engines, one
@@ -13,7 +13,7 @@ without drafts, one with a drafter:
                   answers of both have are one category
 
 Heads that were not trained for the bundled model have random weights, so that hardly a draft stands; a draft model is
-the bundled model itself, so that most stand when greedy.
+the bundled model itself, so that most stand when greedy. "sampled": by `draft_sample_method` probabilistic.
 """
 
 from __future__ import annotations
@@ -110,7 +110,11 @@ def drafters(folder: Path) -> dict[str, dict[str, Any]]:
         "suffix": {"method": "suffix", "suffix_decoding_min_token_prob": 0.0, **more},
     }
     heads = {kind: {"method": kind, "model": str(at), **more} for kind, at in folders.items()}
-    return texts | heads
+    sampled = {
+        f"{kind}, sampled": {**config, "draft_sample_method": "probabilistic"}
+        for kind, config in heads.items()
+    }
+    return texts | heads | sampled
 
 
 class Answers:
@@ -188,7 +192,8 @@ def page(result: dict[str, Any]) -> str:
         f"{TOKENS} tokens, up to {DRAFTS} drafts. Differences: answers with the same seeds that",
         "are not equal token by token to those without drafts, over all ways to sample. The other columns: p of",
         "chi-square tests between answers with and without drafts under other seeds: the least of four places, times",
-        f"four. The smallest of these {len(low)} is {low[0]:.3f}; the bar is 0.01.",
+        "four. Sampled: drafts are (draft_sample_method probabilistic). The smallest of these "
+        f"{len(low)} is {low[0]:.3f}; the bar is 0.01.",
         "",
         markdown_table(("drafter", "differences", *WAYS), rows),
         "",
@@ -199,14 +204,14 @@ def main() -> None:
     """See the top of the file."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--samples", type=int, default=400)
-    parser.add_argument("--drafters", default="")
+    parser.add_argument("--drafters", default="", help="names, with ; between them")
     parser.add_argument("--out", type=Path, default=RESULT)
     parser.add_argument("--write", action="store_true")
     arguments = parser.parse_args()
     if arguments.write:
         PAGE.write_text(page(json.loads(RESULT.read_text())))
         return
-    names = [name for name in arguments.drafters.split(",") if name]
+    names = [name for name in arguments.drafters.split(";") if name]
     with tempfile.TemporaryDirectory() as folder:
         lines = measured(names, arguments.samples, Path(folder))
     arguments.out.write_text(json.dumps({"versions": versions(), "lines": lines}, indent=1) + "\n")

@@ -111,15 +111,10 @@ def find_draft(options: Options, model: ModelFacts) -> DraftCheckpoint | None:
 
 def requested_of(options: Options) -> SpeculationOptions | None:
     """The options, in which an installed drafter that is named as vLLM's users name a class is a
-    method; ConfigError for ways to verify and to draft that are not here."""
+    method; ConfigError for one that is not installed."""
     requested = options.scheduler.speculative_config
     if requested is None:
         return None
-    if requested.draft_sample_method != "greedy":
-        raise refused(
-            f"draft_sample_method {requested.draft_sample_method!r} is not part of headrace: drafts "
-            "are the most likely tokens"
-        )
     if requested.method != CUSTOM:
         return requested
     installed = extensions.allowed(extensions.DRAFTERS)

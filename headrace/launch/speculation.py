@@ -80,6 +80,7 @@ def speculation_spec(
         adaptive=requested.adaptive,
         parallel=draft is not None and draft.parallel,
         rates=_rates(requested, engine, method, draft),
+        sampled=_sampled(requested, method),
         masked=engine.device.pipeline_parallel == 1
         and requested.rejection_sample_method != "synthetic",
         suffix=_suffix(requested) if method == "suffix" else None,
@@ -120,6 +121,18 @@ def _rates(
     if engine.device.device == "cpu" and engine.device.records:
         raise refused("rejection_sample_method synthetic needs --enforce-eager on a CPU")
     return rates
+
+
+def _sampled(requested: SpeculationOptions, method: str) -> bool:
+    """Whether drafts are sampled: those of networks may be."""
+    if requested.draft_sample_method == "greedy":
+        return False
+    if method not in NETWORK_METHODS:
+        raise refused(
+            f"draft_sample_method probabilistic is for networks ({', '.join(NETWORK_METHODS)}); method "
+            f"{method!r} has no probabilities to sample from"
+        )
+    return True
 
 
 def _suffix(requested: SpeculationOptions) -> SuffixSpec:

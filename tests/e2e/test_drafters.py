@@ -79,11 +79,14 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def speculating_with(kind: str, folders: dict[str, Path]) -> Speculation:
+    """`kind`: with "+sampled" its drafts are."""
+    kind, _, sampled = kind.partition("+")
     return Speculation(
         method=kind.partition("-")[0],
         model=str(folders[kind]),
         num_speculative_tokens=3 if kind == "medusa" else 4,
         adaptive=False,
+        draft_sample_method="probabilistic" if sampled else "greedy",
     )
 
 

@@ -128,7 +128,7 @@ def test_what_cannot_draft_is_refused_with_the_numbers(tmp_path: Path) -> None:
         ),
         (
             {"method": "ngram", "draft_sample_method": "probabilistic"},
-            "draft_sample_method 'probabilistic' is not part of headrace",
+            "probabilistic is for networks (draft_model, eagle,",
         ),
         ({"method": "mtp"}, "carries no head for multi-token prediction; use ngram"),
         ({"method": "draft_model"}, """method 'draft_model' needs "model\""""),

@@ -24,6 +24,7 @@ from headrace.back.runner.sizes import Buckets, SizesFactory
 from headrace.back.runner.steps import StepResources, Steps
 from headrace.back.runner.unrecorded import Unrecorded
 from headrace.back.speculative import text_drafter
+from headrace.back.speculative.draft_tokens import DraftSampling
 from headrace.back.speculative.drafter import Drafter
 from headrace.back.speculative.network import NetworkDrafter, NetworkPlace
 from headrace.base.config.resolved import EngineSpec, SpeculationSpec, max_forward_tokens
@@ -109,8 +110,15 @@ def _drafter(speculation: SpeculationSpec, resources: StepResources, spec: Engin
         max_rows=spec.scheduler.max_running,
         max_tokens=max_forward_tokens(spec),
         device=resources.device,
+        sampling=_draft_sampling(resources) if speculation.sampled else None,
     )
     return NetworkDrafter(network, place, max_drafts=speculation.num_tokens)
+
+
+def _draft_sampling(resources: StepResources) -> DraftSampling:
+    assert resources.sampler is not None
+    vocabulary = resources.model.logits_width
+    return DraftSampling(table=resources.sampler.table, vocabulary=vocabulary)
 
 
 def compiles_kernels(device: torch.device) -> bool:

@@ -103,7 +103,8 @@ def alternatives(s: RowSampling) -> int:
 
 class RowNumbers:
     """The numbers of all rows, one array each; a feature that is off holds the value that changes
-    nothing. `alternatives` means something only for rows that use LOGPROBS."""
+    nothing. `alternatives` means something only for rows that use LOGPROBS; `changed`: rows whose
+    numbers a device's table has not yet."""
 
     def __init__(self, max_rows: int) -> None:
         self.use = np.zeros(max_rows, np.int64)
@@ -117,12 +118,14 @@ class RowNumbers:
         self.xtc_probability = np.zeros(max_rows)
         self.xtc_threshold = np.zeros(max_rows)
         self.alternatives = np.zeros(max_rows, np.int64)
+        self.changed: set[int] = set()
 
     def start(self, start: RowStart, width: int) -> Use:
         """Takes a row's numbers over and returns what it uses. `width`: vocabulary size."""
         s, row = start.sampling, start.row
         use = uses(s, width)
         self.use[row] = use
+        self.changed.add(row)
         self.num_prompt[row] = start.num_prompt
         self.seed[row] = s.seed & 0xFFFF_FFFF_FFFF_FFFF
         self.temperature[row] = min(max(s.temperature, COLDEST), HOTTEST)

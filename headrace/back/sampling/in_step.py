@@ -31,27 +31,21 @@ from headrace.back.sampling.logprobs import Scores
 from headrace.back.sampling.penalties import Penalties, drafts_before
 
 
-class DeviceRows:
-    """Op `sample` over the rows' table. The row after the last is nobody's, and greedy."""
+class SamplingTable:
+    """The rows' numbers on the device, as op `sample` reads them: `numbers_M` int64 [M+1, NUMBERS].
+    The row after the last is nobody's, and greedy."""
 
     def __init__(self, host: RowNumbers, device: torch.device) -> None:
-        choice = OP.choose(SampleProblem(device=device.type))
-        self.decisions = decisions((choice,))
-        self._sample = choice.bind()
         self._host = host
         self._device = device
-        self._rows = torch.zeros((len(host.use) + 1, NUMBERS), dtype=torch.int64, device=device)
-        self._stale: set[int] = set()
-
-    def start(self, row: int) -> None:
-        """The row's numbers have changed."""
-        self._stale.add(row)
+        shape = len(host.use) + 1, NUMBERS
+        self.numbers_M = torch.zeros(shape, dtype=torch.int64, device=device)
 
     def refresh(self) -> None:
         """Writes the numbers that have changed, where the device's work stands."""
-        if not self._stale:
+        if not self._host.changed:
             return
-        rows, host = np.array(sorted(self._stale)), self._host
+        rows, host = np.array(sorted(self._host.changed)), self._host
         random = (host.use[rows] & Use.RANDOM) != 0
         table = numbers(
             heat=np.where(random, host.temperature[rows], 0.0),
@@ -60,8 +54,23 @@ class DeviceRows:
             top_p=host.top_p[rows],
             min_p=host.min_p[rows],
         )
-        self._rows.index_copy_(0, to_device(rows, self._device), to_device(table, self._device))
-        self._stale.clear()  # not before: the device may have had no memory for the copies
+        at = to_device(rows, self._device)
+        self.numbers_M.index_copy_(0, at, to_device(table, self._device))
+        host.changed.clear()  # not before: the device may have had no memory for the copies
+
+
+class DeviceRows:
+    """Op `sample` over the rows' table."""
+
+    def __init__(self, table: SamplingTable, device: torch.device) -> None:
+        choice = OP.choose(SampleProblem(device=device.type))
+        self.decisions = decisions((choice,))
+        self._sample = choice.bind()
+        self._table = table
+
+    def refresh(self) -> None:
+        """See SamplingTable."""
+        self._table.refresh()
 
     def sample_random(
         self,
@@ -71,7 +80,7 @@ class DeviceRows:
         position_K: torch.Tensor,
     ) -> Argmax:
         """See the op; all tensors are on the device."""
-        return self._sample(logits_KV, argmax, self._rows, row_K, position_K)
+        return self._sample(logits_KV, argmax, self._table.numbers_M, row_K, position_K)
 
 
 ALTERNATIVES = (5, MOST)

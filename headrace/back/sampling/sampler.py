@@ -27,9 +27,8 @@ Cost: a step whose rows are all greedy and ask for nothing is one argmax, to whi
 add no second. On a device op `sample` is part of the step itself, and so are, in decodes, penalties
 and up to 20 raw log-probabilities (in_step.py), beside prompts launched behind it. Masks and biases
 are part of the step on every device (op logit_masks); on a CPU only where the other rows are
-greedy. The rest is a handful of launches behind the step (tests/kernels/triton/test_sampling.py
-counts them). On a CPU a step whose rows are greedy or have a small top_k reads the best tokens of
-each row and no logits (top_candidates.py). A feature costs its own rows only.
+greedy. The rest is a handful of launches behind the step. On a CPU a step whose rows are greedy or
+have a small top_k reads each row's best tokens alone (top_candidates.py). Others pay for nothing.
 """
 
 from __future__ import annotations
@@ -80,6 +79,7 @@ from headrace.back.sampling.in_step import (
     InStepSampler,
     InStepSampling,
     SamplerInput,
+    SamplingTable,
 )
 from headrace.back.sampling.logit_masks import (
     AllowedIds,
@@ -140,9 +140,10 @@ class Sampler:
         self.decisions = decisions(choices)
         tables: dict[str, Any] = {"max_rows": max_rows, "width": logits_width, "device": device}
         self._penalties = Penalties(**tables)
+        self.table = SamplingTable(self.numbers, device)
         self.device_rows: DeviceRows | None = None
         if on_device if on_device is not None else device.type != "cpu":
-            self.device_rows = DeviceRows(self.numbers, device)
+            self.device_rows = DeviceRows(self.table, device)
             self.decisions += self.device_rows.decisions
         self._masks = RowMasks(**tables, masks=drafted_places, places=max_places)
         self.in_step_sampler = InStepSampler(
@@ -181,8 +182,6 @@ class Sampler:
     def start(self, start: RowStart) -> None:
         """A request takes a row."""
         used = self.numbers.start(start, self._width)
-        if self.device_rows is not None:
-            self.device_rows.start(start.row)
         for use, feature in self._features:
             if use in used:
                 feature.start(start)

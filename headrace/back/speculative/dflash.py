@@ -115,6 +115,10 @@ class DFlashHead:
         """See DraftNetwork: the last norm has been taken."""
         return self._top(hidden_RE)[0]
 
+    def logits(self, hidden_RE: torch.Tensor, draft: int) -> torch.Tensor:
+        """See DraftNetwork."""
+        return self._target.head.logits(hidden_RE)
+
 
 class DFlashLayer:
     """A plain layer, whose attention is called by itself for the context."""

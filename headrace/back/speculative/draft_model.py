@@ -52,3 +52,7 @@ class DraftModel:
         if self._model.argmax is not None:
             return self._model.argmax(hidden_RE)[0]
         return self._greedy(self._model.logits(hidden_RE))[0]
+
+    def logits(self, hidden_RE: torch.Tensor, draft: int) -> torch.Tensor:
+        """See DraftNetwork."""
+        return self._model.logits(hidden_RE)

@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import torch
 
-from headrace.back.kernels.greedy.op import OP as GREEDY
-from headrace.back.kernels.greedy.op import Greedy, GreedyProblem
 from headrace.back.kernels.norm_columns.op import OP as NORM_COLUMNS
 from headrace.back.kernels.norm_columns.op import NormColumns, NormColumnsProblem
 from headrace.back.layers.embedding import TokenEmbedding
@@ -36,7 +34,6 @@ class MarkovHead:
         self._before = TokenEmbedding(scope / "markov_w1", vocabulary, rank)
         self._behind = LogitsHead(scope / "markov_w2", vocabulary, rank)
         self._add: NormColumns = not_loaded
-        self._greedy: Greedy = not_loaded
         scope.on_finish(self._finish)
 
     def _finish(self) -> None:
@@ -45,17 +42,12 @@ class MarkovHead:
             device=kind, dtype=torch.float32, width=self._vocabulary, eps=None
         )
         self._add = self._scope.bind(NORM_COLUMNS, problem, None)
-        self._greedy = self._scope.bind(GREEDY, GreedyProblem(device=kind))
 
-    def logits(self, hidden_QE: torch.Tensor) -> torch.Tensor:
-        """See ChainedChoice."""
-        return self._target.head.logits(hidden_QE)
-
-    def next(self, logits_RV: torch.Tensor, token_R: torch.Tensor) -> torch.Tensor:
+    def behind(self, logits_RV: torch.Tensor, token_R: torch.Tensor) -> torch.Tensor:
         """See ChainedChoice."""
         sum_RV = logits_RV.new_empty(logits_RV.shape)
         self._add(logits_RV, sum_RV, 0, self._behind.logits(self._before.lookup(token_R)))
-        return self._greedy(sum_RV)[0]
+        return sum_RV
 
 
 def load_dspark(place: DrafterPlace) -> tuple[DraftNetwork, LoadReport]:

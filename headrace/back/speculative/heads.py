@@ -138,8 +138,14 @@ class DraftHead:
 
     def top(self, hidden_RE: torch.Tensor, draft: int) -> torch.Tensor:
         """See DraftNetwork."""
-        normed_RE = hidden_RE if self._norm is None else self._norm.norm(hidden_RE)
-        return self._top(normed_RE)[0]
+        return self._top(self._normed(hidden_RE))[0]
+
+    def logits(self, hidden_RE: torch.Tensor, draft: int) -> torch.Tensor:
+        """See DraftNetwork."""
+        return (self._head or self._target.head).logits(self._normed(hidden_RE))
+
+    def _normed(self, hidden_RE: torch.Tensor) -> torch.Tensor:
+        return hidden_RE if self._norm is None else self._norm.norm(hidden_RE)
 
 
 class ChosenRows:

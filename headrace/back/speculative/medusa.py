@@ -12,6 +12,7 @@ R rows, T query tokens, E hidden size.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -82,6 +83,7 @@ class MedusaHeads:
             for head in range(spec.heads if spec.vocabulary is not None else 0)
         ]
         self._top: list[TopOf] = []
+        self._logits: list[Callable[[torch.Tensor], torch.Tensor]] = []
         self._activate: Activation = not_loaded
         self._add: NormColumns = not_loaded
         scope.on_finish(self._finish)
@@ -93,6 +95,7 @@ class MedusaHeads:
         self._add = scope.bind(NORM_COLUMNS, columns, None)
         heads = self._heads or [self._target.head] * self._spec.heads
         self._top = [head.argmax or self._from_logits(head) for head in heads]
+        self._logits = [head.logits for head in heads]
 
     def _from_logits(self, head: LogitsHead) -> TopOf:
         greedy = self._scope.bind(GREEDY, GreedyProblem(device=self._scope.kind))
@@ -113,11 +116,18 @@ class MedusaHeads:
 
     def top(self, hidden_RE: torch.Tensor, draft: int) -> torch.Tensor:
         """See DraftNetwork."""
+        return self._top[draft](self._behind_blocks(hidden_RE, draft))[0]
+
+    def logits(self, hidden_RE: torch.Tensor, draft: int) -> torch.Tensor:
+        """See DraftNetwork."""
+        return self._logits[draft](self._behind_blocks(hidden_RE, draft))
+
+    def _behind_blocks(self, hidden_RE: torch.Tensor, draft: int) -> torch.Tensor:
         for block in self._blocks[draft]:
             sum_RE = hidden_RE.new_empty(hidden_RE.shape)
             self._add(hidden_RE, sum_RE, 0, self._activate(block.project(hidden_RE)))
             hidden_RE = sum_RE
-        return self._top[draft](hidden_RE)[0]
+        return hidden_RE
 
 
 def load_medusa(place: DrafterPlace) -> tuple[DraftNetwork, LoadReport]:

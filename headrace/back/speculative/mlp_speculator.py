@@ -85,6 +85,7 @@ class ChainHead:
         self._add: NormColumns = not_loaded
         self._activate: Activation = not_loaded
         self.top: TopOf = not_loaded
+        self.logits = self._head.logits
         scope.on_finish(self._finish)
 
     def _finish(self) -> None:
@@ -158,6 +159,10 @@ class MlpSpeculator:
     def top(self, hidden_RE: torch.Tensor, draft: int) -> torch.Tensor:
         """See DraftNetwork."""
         return self._heads[draft].top(hidden_RE)[0]
+
+    def logits(self, hidden_RE: torch.Tensor, draft: int) -> torch.Tensor:
+        """See DraftNetwork."""
+        return self._heads[draft].logits(hidden_RE)
 
 
 def load_mlp_speculator(place: DrafterPlace) -> tuple[DraftNetwork, LoadReport]:

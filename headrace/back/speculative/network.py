@@ -5,8 +5,9 @@ position there is written for it here, so that prefix hits, preemption and chunk
 nothing more. At position p stand the token `shift` places behind it and, where the network is a
 head (`shift` 1), the model's hidden state at p. So a step is followed once its tokens are chosen:
 
-    propose   pass by pass, in front of the model: draft i is the best token of pass i, and is what
-              pass i + 1 reads. A head's first draft comes from what it kept of the step before
+    propose   pass by pass, in front of the model: draft i is a token of pass i (draft_tokens.py),
+              and is what pass i + 1 reads. A head's first draft comes from what it kept of the step
+              before
     follow    all tokens of the step at once, behind it: the caches, and what heads keep by row
 
 A network that drafts a whole block reads in one pass the newest token and a mask for each place
@@ -47,18 +48,16 @@ from headrace.back.kernels.norm_columns.op import OP as NORM_COLUMNS
 from headrace.back.kernels.norm_columns.op import NormColumnsProblem
 from headrace.back.kernels.op import decisions
 from headrace.back.kernels.step_inputs.op import StepTables
+from headrace.back.speculative.draft_tokens import DraftSampling, draft_tokens
 from headrace.base.config.resolved import Decision
 
 
 class ChainedChoice(Protocol):
     """How the drafts of a block are chosen one after the other, each knowing the one before."""
 
-    def logits(self, hidden_QE: torch.Tensor) -> torch.Tensor:
-        """What the places say by themselves, float32 [Q, V]."""
-        ...
-
-    def next(self, logits_RV: torch.Tensor, token_R: torch.Tensor) -> torch.Tensor:
-        """The best token of each row behind `token_R`, int64 [R], at a place of these logits."""
+    def behind(self, logits_RV: torch.Tensor, token_R: torch.Tensor) -> torch.Tensor:
+        """What each row says behind `token_R`, int64 [R], at a place that says these logits by
+        itself."""
         ...
 
 
@@ -124,11 +123,15 @@ class DraftNetwork(Protocol):
         number (from 0 on); of a block, of all drafts at once."""
         ...
 
+    def logits(self, hidden_RE: torch.Tensor, draft: int) -> torch.Tensor:
+        """What `top` is the best of, float32 [R, D]."""
+        ...
+
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkPlace:
     """Where a network works: the caches of model and network, the group of each, and how many are
-    the model's; sizes of the runner."""
+    the model's; sizes of the runner. `sampling`: drafts are sampled; None: the best tokens."""
 
     kv: tuple[torch.Tensor, ...]
     group_of_cache: tuple[int, ...]
@@ -137,6 +140,7 @@ class NetworkPlace:
     max_rows: int
     max_tokens: int
     device: torch.device
+    sampling: DraftSampling | None = None
 
 
 class SeenStates:
@@ -183,7 +187,8 @@ class NetworkDrafter:
         self._take_tokens, self._keep, self._take, self._put, self._inputs = (
             choice.bind() for choice in choices
         )
-        self._chosen = decisions(choices)
+        self._tokens = draft_tokens(network, place.device, place.sampling)
+        self._chosen = (*decisions(choices), *self._tokens.decisions)
         new = {"dtype": network.dtype, "device": place.device}
         rows = place.max_rows + 1
         self._state_ME = torch.zeros(rows, network.kept, **new)
@@ -197,6 +202,7 @@ class NetworkDrafter:
 
     def start(self, row: int) -> None:
         """See Drafter: what is kept by row is written again by the row's first step."""
+        self._tokens.start()
 
     def reach(self, length_R: torch.Tensor) -> torch.Tensor:
         """Up to the end of the block that its last pass wrote to."""
@@ -272,8 +278,8 @@ class NetworkDrafter:
                 self._inputs(row_R, query_start_R1, tables, out, i)
                 hidden_RE = network.draft(out.token_R, hidden_RE, batch, i)
             assert hidden_RE is not None
-            token_R = self._network.top(hidden_RE, i)
-            self._put(row_R, query_start_R1, token_R, network.offset_D, tables, i + 1)
+            token_R = self._tokens.of_pass(hidden_RE, row_R, tables, i)
+            self._put(row_R, query_start_R1, token_R, self._tokens.offset_D, tables, i + 1)
         assert hidden_RE is not None
         return hidden_RE
 
@@ -290,25 +296,28 @@ class NetworkDrafter:
         self._inputs(row_R, query_start_R1, tables, out, block.mask, block.more)
         hidden_QE = network.draft(out.token_R, None, batch, 0)
         first = 0 if block.ahead else rows
-        for i, token_R in enumerate(
-            self._block_tokens(block, out.token_R, hidden_QE[first:], most)
-        ):
-            self._put(row_R, query_start_R1, token_R, network.offset_D, tables, i + 1)
+        drafted_QE = hidden_QE[first:][: rows * most]
+        if block.choice is None:
+            tokens = self._tokens.of_block(drafted_QE, row_R, tables)
+        else:
+            newest_R = out.token_R[:rows]
+            tokens = self._chained(block.choice, newest_R, drafted_QE, row_R, tables)
+        for i, token_R in enumerate(tokens):
+            self._put(row_R, query_start_R1, token_R, self._tokens.offset_D, tables, i + 1)
         return hidden_QE
 
-    def _block_tokens(
-        self, block: BlockDrafts, token_Q: torch.Tensor, hidden_QE: torch.Tensor, most: int
+    def _chained(
+        self,
+        choice: ChainedChoice,
+        token_R: torch.Tensor,
+        hidden_QE: torch.Tensor,
+        row_R: torch.Tensor,
+        tables: StepTables,
     ) -> Iterator[torch.Tensor]:
-        """The drafts of all rows, place after place. `token_Q`: what was read, each row's newest
-        token first."""
-        rows = token_Q.shape[0] // (most + block.more)
-        hidden_QE = hidden_QE[: rows * most]
-        if block.choice is None:
-            yield from self._network.top(hidden_QE, 0).split(rows)
-            return
-        token_R = token_Q[:rows]
-        for logits_RV in block.choice.logits(hidden_QE).split(rows):
-            token_R = block.choice.next(logits_RV, token_R)
+        """The drafts of all rows, place after place, behind each row's newest token."""
+        places = self._network.logits(hidden_QE, 0).split(row_R.shape[0])
+        for i, logits_RV in enumerate(places):
+            token_R = self._tokens.of_logits(choice.behind(logits_RV, token_R), row_R, tables, i)
             yield token_R
 
     def _pass_inputs(

@@ -275,10 +275,9 @@ class SuffixSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SpeculationSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """See SpeculationOptions; all numbers decided. `num_tokens`: drafts of a row in a step at most;
-    `max_rows`: steps of more decoding rows draft nothing. A step schedules tokens as without drafts
-    (`SchedulerSpec.max_step_tokens`); `max_forward_tokens` is what a forward pass holds. `masked`:
-    rows with grammars draft too. `rates`: with which drafts stand, whatever the model says."""
+    """See SpeculationOptions; all decided. `num_tokens`: drafts of a row in a step at most, of
+    which steps of more than `max_rows` decodes have none. `masked`: rows with grammars draft.
+    `rates`: with which drafts stand, whatever the model says. `sampled`: drafts are sampled."""
 
     method: str
     num_tokens: int
@@ -289,6 +288,7 @@ class SpeculationSpec(msgspec.Struct, frozen=True, kw_only=True):
     parallel: bool = False
     masked: bool = True
     rates: tuple[float, ...] = ()
+    sampled: bool = False
     suffix: SuffixSpec | None = None
     model: ModelSpec | None = None
 

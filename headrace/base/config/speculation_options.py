@@ -64,8 +64,9 @@ class SpeculationOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     synthetic_acceptance_rates: tuple[Annotated[float, Meta(ge=0.0, le=1.0)], ...] = ()
     """synthetic: the rate with which the first draft stands, the first two do, and so on."""
     draft_sample_method: Literal["greedy", "probabilistic"] = "greedy"
-    """Drafts are the most likely tokens; probabilistic is refused: where a draft stands while it is
-    the model's sample, a random one stands less often."""
+    """greedy: networks draft the most likely tokens. probabilistic: they sample their drafts as the
+    request's tokens are, with its temperature, top_k, top_p and min_p, and the noise of each
+    position, so that more of them stand at high temperatures."""
     draft_model_config: DraftConfig | None = None
     """extract_hidden_states: of which layers."""
     adaptive: bool = True

@@ -15,7 +15,7 @@ from headrace.back.kernels.native.library import NativeLibrary
 from headrace.back.sampling.chains import SamplerChains
 from headrace.back.sampling.dry import repeats, repeats_dense
 from headrace.back.sampling.features import FeatureRows, RowNumbers
-from headrace.back.sampling.in_step import DeviceRows
+from headrace.back.sampling.in_step import DeviceRows, SamplingTable
 from headrace.back.sampling.random_rows import RandomRows, sample_random
 from headrace.base.wire.request import RowSampling
 from headrace.base.wire.step import RowStart
@@ -107,7 +107,7 @@ def test_the_op_of_devices_chooses_the_same_token(kind: str, width: int) -> None
     rng = np.random.default_rng(width)
     simple = [s for s in SETTINGS if not {"typical_p", "xtc_probability"} & set(s)]
     host = RowNumbers(len(simple) + 1)
-    drawn = DeviceRows(host, CPU)
+    drawn = DeviceRows(SamplingTable(host, CPU), CPU)
     for row, settings in enumerate([{"temperature": 0.0}, *simple]):
         sampling = RowSampling(seed=row + width, **settings)
         tokens = np.zeros(1, np.int32)
@@ -115,7 +115,6 @@ def test_the_op_of_devices_chooses_the_same_token(kind: str, width: int) -> None
             row=row, request=row, tokens=tokens, num_prompt=1, num_computed=0, sampling=sampling
         )
         host.start(start, width)
-        drawn.start(row)
     drawn.refresh()
     rows = rng.permutation(len(host.use))
     logits = np.stack([LOGITS[kind](rng, width) for _ in rows]).astype(np.float32)

@@ -12,6 +12,9 @@ import torch
 
 triton = pytest.importorskip("triton")
 
+from headrace.back.kernels.draft_sample import triton_draft_sample
+from headrace.back.kernels.draft_sample.op import OP as DRAFT_SAMPLE
+from headrace.back.kernels.draft_sample.op import DraftSampleProblem
 from headrace.back.kernels.sample import op, triton_sample, triton_truncate
 from headrace.back.kernels.triton.wrap import interpreted
 
@@ -296,3 +299,10 @@ def test_a_row_draws_the_same_alone_and_among_others() -> None:
         of_one = (argmax[0][one], argmax[1][one])
         alone, _ = sample(logits[one], of_one, rows, row[one], position[one])
         assert alone.tolist() == found[one].tolist()
+
+
+@pytest.mark.parametrize("vocabulary", [1003, 2600])
+def test_drafts_are_sampled_as_the_reference_does(vocabulary: int) -> None:
+    """Of a vocabulary of the drafter's own, and of the model's (SPC-06)."""
+    problem = DraftSampleProblem(device=DEVICE, vocabulary=vocabulary)
+    assert DRAFT_SAMPLE.error(triton_draft_sample.KERNEL, problem) == 0.0

@@ -1,17 +1,15 @@
 // Samples from softmax(logits / temperature): the argmax of z - log(exponential noise), the noise a function of (key, id).
 //
-// Two logarithms per token would cost 6 ms a row of 150 thousand. Since -log(-log1p(-u)) <= -log(u) <= (leading zeros of
-// u's bits + 1) ln 2, a token whose z plus that bound stays below the best score so far needs none; past the first few
-// hundred tokens almost all do. What is compared in the end is the exact score, so the choice is the reference's.
+// Two logarithms per token would cost 6 ms a row of 150 thousand. A token whose z plus a bound of its noise stays below the
+// best score so far needs none; past the first few hundred tokens almost all do. What is compared in the end is the exact
+// score, so the choice is the reference's.
 
-#include "../native/simd.h"
+#include "../native/noise.h"
 
 namespace {
 
 constexpr int64_t kColumns = 16 * 1024;  // of one chunk
 constexpr int kBlock = 256;              // tokens whose noise is computed at a time
-constexpr double kLn2 = 0.69314718055994531;
-constexpr double kSlack = 1e-9;  // above the rounding of the bound, below anything that costs
 
 struct Best {
   double score, z;
@@ -26,28 +24,12 @@ struct Gumbel {
   Best* parts;
 };
 
-// SplitMix64 (Steele, Lea, Flood 2014): the stream that starts at key.
-HR_INLINE uint64_t noise_bits(uint64_t key, int64_t id) {
-  uint64_t x = key + (uint64_t(id) + 1) * 0x9E3779B97F4A7C15ull;
-  x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ull;
-  x = (x ^ (x >> 27)) * 0x94D049BB133111EBull;
-  return x ^ (x >> 31);
-}
-
-HR_INLINE double exact_score(double z, uint64_t bits) {
-  const double u = smaller((double(int64_t(bits >> 1)) + 0.5) * 0x1p-63, 1.0 - 0x1p-53);
-  return z - __builtin_log(-__builtin_log1p(-u));
-}
-
 HR_INLINE void visit_block(const float* x, int64_t first, int count, double temperature, uint64_t key, Best& best) {
   uint64_t bits[kBlock];
   double z[kBlock], bound[kBlock];
   for (int i = 0; i < count; ++i) bits[i] = noise_bits(key, first + i);
   for (int i = 0; i < count; ++i) z[i] = double(x[first + i]) / temperature;
-  for (int i = 0; i < count; ++i) {
-    const int zeros = bits[i] == 0 ? 64 : __builtin_clzll(bits[i]);
-    bound[i] = z[i] + (zeros + 1) * kLn2 + kSlack;
-  }
+  for (int i = 0; i < count; ++i) bound[i] = z[i] + noise_bound(bits[i]);
   int hopeful = 0;
   for (int i = 0; i < count; ++i) hopeful |= bound[i] > best.score;
   if (!hopeful) return;
