@@ -81,6 +81,16 @@ def test_a_named_model_is_its_keys_own(bundled: Served) -> None:
     answer = ask(bundled, chats, model="brief:latest", messages=ADD)
     assert answer.json()["choices"][0]["message"]["content"] == "4", answer.text
     assert ask(bundled, chats, key=OTHER, model="brief", messages=ADD).status_code == 404
+    for path, body in (
+        ("/v1/messages", {"messages": ADD, "max_tokens": 9}),
+        ("/v2/chat", {"messages": ADD}),
+        ("/v1/responses", {"input": ADD}),
+        ("/v1/completions", {"prompt": "1, ", "max_tokens": 4}),
+        ("/v1/embeddings", {"input": "a"}),
+    ):
+        assert ask(bundled, path, model="brief", **body).status_code == 200, path
+        assert ask(bundled, path, model="demo:latest", **body).status_code == 200, path
+        assert ask(bundled, path, key=OTHER, model="brief", **body).status_code == 404, path
     cards = {card["id"]: card["parent"] for card in models(bundled)}
     assert cards == {"demo": None, "short": "demo", "brief": "demo"}
     assert [card["id"] for card in models(bundled, key=OTHER)] == ["demo"]

@@ -45,6 +45,7 @@ from headrace.front.server.http.sse import (
 )
 from headrace.front.server.native.load_header import FORMAT_HEADER, load_header
 from headrace.front.server.ollama.failures import SHAPE as OLLAMA
+from headrace.front.server.ollama.named_requests import standing_for
 from headrace.front.server.openapi import ApiRoute
 from headrace.front.server.sockets import SocketShell
 from headrace.front.server.webui.pages import PAGES
@@ -304,11 +305,13 @@ def posts(
 ) -> ApiRoute:
     """A route with a JSON body: read under its limits first, then handled until done or the client
     leaves. `queued`: it needs the engine and a place in its queue, and is refused by its headers
-    while that is full. `named`: the body for one that names a model which is not served."""
+    while that is full. `named`: the body for one that names a model which is not served, if not by
+    the schemas (ollama/named_requests.py)."""
+    served = named or standing_for(*bodies)
 
     async def chosen(context: RequestContext, document: Any) -> Any:
-        if named is not None and _names_another(context, document):
-            document = await named(context, document)
+        if _names_another(context, document):
+            document = await served(context, document)
         if context.services.models is not None:
             await context.choose_model(document, runs=queued)
         return await handler(context, document)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Router
@@ -25,6 +26,7 @@ from headrace.front.server.app import (
     PUBLIC,
     Reader,
     Shell,
+    Writer,
     administers,
     posts,
     posts_named,
@@ -49,14 +51,15 @@ from headrace.front.server.conversation.request import ChatRequest, CompletionRe
 from headrace.front.server.decisions import routes as decisions
 from headrace.front.server.decisions.schema import DecisionsRequest, SystemOneRequest
 from headrace.front.server.http.auth import UNIX
+from headrace.front.server.http.failures import ErrorFormat
 from headrace.front.server.native import health, infill, llama_cpp, requests, tokenize
 from headrace.front.server.native.tokenize import DetokenizeRequest, TokenizeChatRequest
 from headrace.front.server.ollama import changes as ollama_changes
 from headrace.front.server.ollama import models as ollama_models
-from headrace.front.server.ollama import named_chat
 from headrace.front.server.ollama import pull as ollama_pull
 from headrace.front.server.ollama import routes as ollama
 from headrace.front.server.ollama import schema as ollama_schema
+from headrace.front.server.ollama.named_requests import standing_for
 from headrace.front.server.openai import (
     audio,
     batch,
@@ -136,13 +139,7 @@ def table() -> list[ApiRoute]:
 def _generation() -> list[ApiRoute]:
     """What answers in words, by dialect, and batches of it."""
     return [
-        posts(
-            "/v1/chat/completions",
-            chat.post_chat,
-            ChatRequest,
-            queued=True,
-            named=named_chat.of_served_model,
-        ),
+        posts("/v1/chat/completions", chat.post_chat, ChatRequest, queued=True),
         posts("/v1/chat/completions/batch", batch.post_batch, batch.BatchChatRequest, queued=True),
         posts("/v1/completions", completions.post_completions, CompletionRequest, queued=True),
         posts("/v1/messages", anthropic.post_messages, MessagesRequest, queued=True),
@@ -152,7 +149,13 @@ def _generation() -> list[ApiRoute]:
             "/v1/responses", responses.post_responses, ResponsesRequest, sockets=True, queued=True
         ),
         posts("/v1/responses/input_tokens", responses.post_input_tokens, InputRequest),
-        posts("/v1/responses/compact", compact.post_compact, InputRequest, queued=True),
+        posts(
+            "/v1/responses/compact",
+            compact.post_compact,
+            InputRequest,
+            queued=True,
+            named=standing_for(),  # what a name brings comes again with the next turn
+        ),
         reads("/v1/responses/{id}", responses.get_response),
         reads("/v1/responses/{id}", responses.delete_response, "DELETE"),
         reads("/v1/responses/{id}/cancel", responses.post_cancel, "POST"),
@@ -324,14 +327,20 @@ def _message_batches() -> list[ApiRoute]:
 def line_routes() -> dict[str, LineRoute]:
     """What a line of a batch may ask for (batches/lines.py: ENDPOINTS)."""
     return {
-        "/v1/chat/completions": LineRoute(handler=chat.post_chat),
-        "/v1/completions": LineRoute(handler=completions.post_completions),
-        "/v1/responses": LineRoute(handler=responses.post_responses),
-        "/v1/messages": LineRoute(handler=anthropic.post_messages, errors=ANTHROPIC),
-        "/v1/embeddings": LineRoute(handler=pooling.post_embeddings),
-        "/v1/score": LineRoute(handler=scoring.post_score),
-        "/v1/rerank": LineRoute(handler=scoring.post_rerank),
+        "/v1/chat/completions": _line(chat.post_chat, ChatRequest),
+        "/v1/completions": _line(completions.post_completions, CompletionRequest),
+        "/v1/responses": _line(responses.post_responses, ResponsesRequest),
+        "/v1/messages": _line(anthropic.post_messages, MessagesRequest, errors=ANTHROPIC),
+        "/v1/embeddings": _line(pooling.post_embeddings, EmbeddingRequest),
+        "/v1/score": _line(scoring.post_score, ScoreRequest),
+        "/v1/rerank": _line(scoring.post_rerank, RerankRequest),
     }
+
+
+def _line(
+    handler: Writer, body: type[msgspec.Struct], errors: ErrorFormat | None = None
+) -> LineRoute:
+    return LineRoute(handler=handler, named=standing_for(body), errors=errors)
 
 
 def admin_routes() -> list[ApiRoute]:

@@ -15,6 +15,7 @@ from headrace.front.server.anthropic.conversation import Unseal, to_conversation
 from headrace.front.server.anthropic.failures import SHAPE
 from headrace.front.server.anthropic.schema import CountTokensRequest, parse_messages, parse_prompt
 from headrace.front.server.conversation.context import RequestContext, Services, json_response
+from headrace.front.server.conversation.own_names import own_names, served_name
 from headrace.front.server.conversation.pipeline import begin, prompt_ids, streamed
 from headrace.front.server.conversation.rendering import rendered_translated
 from headrace.front.server.conversation.resolved import (
@@ -127,7 +128,8 @@ def _card(services: Services, name: str) -> dict[str, object]:
 async def get_models(context: RequestContext, request: Request) -> Response:
     """The names that are served, in pages: `limit`, and `after_id` or `before_id`."""
     services = context.services
-    page, has_more = page_of_ids(request, services.all_names, of="model")
+    names = [*services.all_names, *(named.name for named in await own_names(context))]
+    page, has_more = page_of_ids(request, names, of="model")
     return json_response(
         {
             "data": [_card(services, name) for name in page],
@@ -141,6 +143,9 @@ async def get_models(context: RequestContext, request: Request) -> Response:
 async def get_model(context: RequestContext, request: Request) -> Response:
     """One of them."""
     services, name = context.services, request.path_params["id"]
+    if any(name == named.name for named in await own_names(context)):
+        return json_response(_card(services, name))
+    name = served_name(services, name) or name
     if services.models is not None:
         services.models.check(name)
     else:

@@ -143,13 +143,15 @@ async def _handled(context: RequestContext, line: Line) -> Response:
     body = dict(line.body)
     status = CLIENT_GONE
     try:
+        route = context.services.line_routes[line.url]
+        body = await route.named(context, body)
         await context.choose_model(body, runs=True)
         if context.services.has_priorities:
             body = {"priority": BATCH_PRIORITY, **body}
         for field in ("stream", "background"):
             if body.get(field):
                 raise InvalidRequest(f"{field}: not in a batch", field=field)
-        response = await context.services.line_routes[line.url].handler(context, body)
+        response = await route.handler(context, body)
         status = response.status_code
         return response
     except BaseException as error:

@@ -108,10 +108,11 @@ class ServedModel:
 
 @dataclass(frozen=True, kw_only=True)
 class LineRoute:
-    """How a line of a batch is answered: by the handler of its route, with errors in its format
-    (None: as this server writes OpenAI's)."""
+    """How a line of a batch is answered: by the handler of its route, with the body that `named`
+    makes of it, and with errors in its format (None: as this server writes OpenAI's)."""
 
     handler: Callable[[RequestContext, Any], Awaitable[Response]]
+    named: Callable[[RequestContext, Any], Awaitable[Any]]
     errors: ErrorFormat | None = None
 
 
@@ -295,10 +296,9 @@ class RequestContext:
 
     `timeline` is there once a generation of it has ended; `tells_timing`: its client asked to be
     told. `client_label`: what the body calls the request, sent back as a header; `sent_id`: what
-    its X-Request-Id does. `body_bytes`: its size; `body_room`: what its body holds of the
-    budget of all bodies. `retrying_engine`: the engine of a request of
-    many generations. `model_use`: the model that it holds, of several. `queued` is set once the
-    engine lets a generation of it wait: from then on it is not refused."""
+    its X-Request-Id does. `body_bytes`: its size; `body_room`: what its body holds of the budget
+    of all bodies. `retrying_engine`: that of many generations. `model_use`: the model that it
+    holds, of several. `queued`: a generation of it waits in the engine, and is not refused."""
 
     services: Services
     request_id: str

@@ -23,6 +23,7 @@ from headrace.base.config.tls import TlsSpec
 from headrace.base.errors import ConfigError, InvalidRequest, Unavailable
 from headrace.front.server.administration.api import api_authenticator
 from headrace.front.server.conversation.context import RequestContext, Services
+from headrace.front.server.conversation.own_names import base_of
 from headrace.front.server.grpc import admin, control, engine, inference, render
 from headrace.front.server.grpc.certificates import GrpcCertificates
 from headrace.front.server.grpc.rpc import POOL, Fields, Rpc, RpcService, fields_of
@@ -191,6 +192,8 @@ class _Calls:
             name = self._asked.DESCRIPTOR.full_name
             raise InvalidRequest(f"the message is no {name}") from None
         if self._rpc.runs is not None:
+            if "model" in fields:
+                fields["model"] = await base_of(context, fields["model"])
             asked = {"model": fields.get("lora_name") or fields.get("model")}
             await context.choose_model(asked, runs=self._rpc.runs)
         return fields

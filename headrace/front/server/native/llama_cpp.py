@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from headrace import __version__
 from headrace.front.server.conversation.context import RequestContext, json_response
+from headrace.front.server.conversation.own_names import base_of
 from headrace.front.server.conversation.pipeline import prompt_ids
 from headrace.front.server.conversation.request import ChatRequest, parse
 from headrace.front.server.conversation.resolved import called, prompt_source
@@ -20,7 +21,8 @@ from headrace.front.text.threads import TEXT_THREADS
 async def get_props(context: RequestContext, request: Request) -> Response:
     """What is served: length, defaults of sampling, kinds of media, and with --tokenizer-info the
     chat template. `?model=` names one of several."""
-    await context.choose_model(dict(request.query_params), runs=False)
+    model = await base_of(context, request.query_params.get("model"))
+    await context.choose_model({"model": model}, runs=False)
     services = context.services
     text, media = services.text, services.text.media
     document: dict[str, Any] = {

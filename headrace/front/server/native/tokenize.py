@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from headrace.base.errors import NotFound
 from headrace.front.server.conversation.context import RequestContext, json_response
+from headrace.front.server.conversation.own_names import base_of
 from headrace.front.server.conversation.pipeline import prompt_ids
 from headrace.front.server.conversation.prompts import TokenizeRequest
 from headrace.front.server.conversation.request import ChatRequest, parse
@@ -82,7 +83,8 @@ async def get_tokenizer_info(context: RequestContext, request: Request) -> Respo
     parsed. `?model=` names one of several."""
     if not context.services.server.tokenizer_info:
         raise NotFound("/tokenizer_info is off on this server; --tokenizer-info turns it on")
-    await context.choose_model(dict(request.query_params), runs=False)
+    model = await base_of(context, request.query_params.get("model"))
+    await context.choose_model({"model": model}, runs=False)
     services = context.services
     tokenizer, text = services.tokenizer, services.text
     special = {i: tokenizer.token_text(i) for i in sorted(tokenizer.special_ids)}

@@ -15,6 +15,7 @@ from starlette.responses import Response
 
 from headrace.base.errors import Conflict, Forbidden, InvalidRequest, ModelNotFound, Unsupported
 from headrace.front.server.conversation.context import RequestContext, json_response
+from headrace.front.server.conversation.own_names import named_model, served_name
 from headrace.front.server.conversation.pipeline import streamed
 from headrace.front.server.http.limits import typed
 from headrace.front.server.http.line_stream import LineStream
@@ -23,7 +24,7 @@ from headrace.front.server.ollama.conversation import check_template, options_of
 from headrace.front.server.ollama.failures import SHAPE
 from headrace.front.server.ollama.modelfile import ROLES, read_modelfile
 from headrace.front.server.ollama.models import wanted_name
-from headrace.front.server.ollama.named import named_model, served_name, store_of
+from headrace.front.server.ollama.named import store_of
 from headrace.front.server.ollama.schema import (
     OllamaCopyRequest,
     OllamaCreateRequest,

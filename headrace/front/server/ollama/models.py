@@ -23,9 +23,10 @@ from headrace import __version__
 from headrace.base.config.resolved import EngineSpec
 from headrace.base.errors import InvalidRequest, StartError
 from headrace.front.server.conversation.context import RequestContext, Services, json_response
+from headrace.front.server.conversation.own_names import served_name
 from headrace.front.server.http.limits import typed
 from headrace.front.server.ollama.modelfile import parameter_lines, write_modelfile
-from headrace.front.server.ollama.named import choose, served_name
+from headrace.front.server.ollama.named import choose
 from headrace.front.server.ollama.schema import OllamaModelRequest
 from headrace.front.server.state.named_models import NamedModel
 from headrace.front.text.fim import markers_of

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 
 from headrace.base.config.many_options import keep_alive_s
 from headrace.base.errors import ConfigError, InvalidRequest, Unsupported
-from headrace.front.server.conversation.context import RequestContext, Services
+from headrace.front.server.conversation.context import RequestContext
+from headrace.front.server.conversation.own_names import named_model, served_name
 from headrace.front.server.ollama.conversation import TargetModel
-from headrace.front.server.state.named_models import NamedModel, NamedModelStore
-
-LATEST = ":latest"
+from headrace.front.server.state.named_models import NamedModelStore
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,26 +32,6 @@ def store_of(context: RequestContext) -> NamedModelStore:
             "model: this server keeps no names (--response-store is off)", field="model"
         )
     return store.named_models
-
-
-def served_name(services: Services, name: str) -> str | None:
-    """The served model of this name; None if there is none."""
-    for spelling in (name, name.removesuffix(LATEST)):
-        if spelling in services.all_names:
-            return spelling
-    return None
-
-
-async def named_model(context: RequestContext, name: str) -> NamedModel | None:
-    """What the request's owner calls so."""
-    store = context.services.store
-    if store is None:
-        return None
-    names = [name] if not name.endswith(LATEST) else [name, name.removesuffix(LATEST)]
-    for spelling in names:
-        if (model := await store.named_models.get(spelling, context.tenant)) is not None:
-            return model
-    return None
 
 
 async def choose(

@@ -26,13 +26,13 @@ from headrace.base.errors import (
     StorageFull,
 )
 from headrace.front.server.conversation.context import RequestContext, json_response
+from headrace.front.server.conversation.own_names import served_name
 from headrace.front.server.conversation.pipeline import streamed
 from headrace.front.server.http.limits import typed
 from headrace.front.server.http.line_stream import LineStream
 from headrace.front.server.http.sse import Chunks
 from headrace.front.server.ollama.failures import SHAPE
 from headrace.front.server.ollama.models import wanted_name
-from headrace.front.server.ollama.named import served_name
 from headrace.front.server.ollama.schema import OllamaPullRequest
 from headrace.launch.hub import Download, fetch, hub_cache, is_hub_id, plan_download
 

@@ -24,6 +24,7 @@ from headrace.front.client.transcription import (
 )
 from headrace.front.media.log_mel import RATE
 from headrace.front.server.conversation.context import RequestContext, Services
+from headrace.front.server.conversation.own_names import base_of
 from headrace.front.server.conversation.pipeline import streamed
 from headrace.front.server.conversation.speech import asking, duration
 from headrace.front.server.http.auth import completion_id
@@ -76,7 +77,7 @@ async def _post(context: RequestContext, request: Request, *, translates: bool) 
     form = await read_form(request, services.server, context.make_room)
     asked = asked_of(form, translates=translates)
     names = form.fields.get("model", [])
-    model = names[-1] if names else None
+    model = await base_of(context, names[-1] if names else None)
     choice = context.choose_model({"model": model}, runs=True)
     await until_gone(request.receive, choice, abandon=services.abandon)
     services = context.services

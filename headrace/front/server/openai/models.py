@@ -15,6 +15,7 @@ from starlette.responses import Response
 from headrace.base.errors import ModelNotFound
 from headrace.base.wire.models import ModelPlace, ServedModelState
 from headrace.front.server.conversation.context import RequestContext, Services, json_response
+from headrace.front.server.conversation.own_names import own_names, served_name
 
 Json = dict[str, Any]
 
@@ -66,17 +67,13 @@ async def get_models(context: RequestContext, request: Request) -> Response:
 
 async def _named_cards(context: RequestContext) -> list[Json]:
     """Names of a served model that the key of this request has made."""
-    services = context.services
-    if services.store is None:
-        return []
     return [
         {
             **{"id": named.name, "object": "model", "created": int(named.changed_at)},
             **{"owned_by": "headrace", "root": named.base, "parent": named.base},
             "permission": [],
         }
-        for named in await services.store.named_models.all(context.tenant)
-        if named.base in services.all_names
+        for named in await own_names(context)
     ]
 
 
@@ -86,6 +83,7 @@ async def get_model(context: RequestContext, request: Request) -> Response:
     for card in await _named_cards(context):
         if card["id"] == name:
             return json_response(card)
+    name = served_name(services, name) or name
     if services.models is None:
         return json_response(_card(services, services.model_name(name)))
     services.models.check(name)

@@ -44,6 +44,7 @@ from headrace.front.server.conversation.frames import (
     send_event,
     while_open,
 )
+from headrace.front.server.conversation.own_names import base_of
 from headrace.front.server.conversation.speech import asking, duration
 from headrace.front.server.http.auth import completion_id, request_id
 from headrace.front.server.http.body_budget import WAIT_S, BodyRoom
@@ -367,7 +368,7 @@ async def serve(context: RequestContext, socket: WebSocket) -> None:
     holds."""
     error: HeadraceError = Unsupported("the model does not hear: this route needs a speech model")
     try:
-        named = {"model": socket.query_params.get("model")}
+        named = {"model": await base_of(context, socket.query_params.get("model"))}
         await context.choose_model(named, runs=True)
         if (speech := context.services.speech) is not None:
             await RealtimeSession(context, socket, speech).serve()

@@ -181,6 +181,8 @@ class WebSocketSession:
         async with lane:
             prepared: Prepared | None = None
             try:
+                route = context.services.line_routes["/v1/responses"]
+                document = await route.named(context, document)
                 await context.choose_model(document, runs=True)
                 prepared = await self._prepared(context, document)
                 async with aclosing(run(prepared)) as events:

@@ -13,6 +13,7 @@ from starlette.responses import Response
 from headrace.base.config.server_options import ServerOptions
 from headrace.front.server.batches.runner import BatchRunner
 from headrace.front.server.conversation.context import LineRoute, RequestContext, Services
+from headrace.front.server.ollama.named_requests import standing_for
 from headrace.front.server.services import services_over
 from headrace.front.server.state.batches import BatchStore, StoredBatch, new_batch_id
 from headrace.front.server.state.files import FileInfo, FileStore
@@ -54,7 +55,7 @@ async def answer(context: RequestContext, body: dict[str, Any]) -> Response:
 async def services(connect: Any) -> AsyncIterator[Services]:
     async with connect() as (llm, _):
         services = services_over(llm, llm.tokenizer, llm.text, server_spec(ServerOptions()))
-        services.line_routes = {URL: LineRoute(handler=answer)}
+        services.line_routes = {URL: LineRoute(handler=answer, named=standing_for())}
         yield services
         services.template.close()
         services.guest_templates.close()
@@ -145,7 +146,7 @@ async def test_a_panic_over_one_line_is_the_answer_to_this_line(
             panicking().encode("x")
         return await answer(context, body)
 
-    services.line_routes = {URL: LineRoute(handler=panics)}
+    services.line_routes = {URL: LineRoute(handler=panics, named=standing_for())}
     files, batches = FileStore(tmp_path / "f", max_bytes=2**30), BatchStore(tmp_path / "b")
     batch = begin(files, batches, lines=20, size=10)
     await BatchRunner(services, files, batches)._one(batch)
