@@ -22,7 +22,7 @@ _OF_STATES: Mapping[str, Entry] = dict.fromkeys((TRANSFERS, STORE, SLOTS), _NO_S
 
 BLOCKS = Feature(
     name="diffusion language models",
-    option="SDAR, LLaDA 2, Fast-dLLM v2",
+    option="SDAR, LLaDA, Fast-dLLM v2, Dream",
     wanted=lambda start: start.engine.denoising is not None,
     beside={
         "tensor parallelism": ShownPair(

@@ -14,25 +14,37 @@ from tests.api.clients import openai_client
 from tests.api.model_folder import write_model_folder
 from tests.api.serving import serving
 from tests.references.block_diffusion import SDAR
+from tests.references.canvas_diffusion import DREAM, LLADA
 
 pytestmark = [pytest.mark.serial, pytest.mark.slow]
 ASKED = {"role": "user", "content": "a mill wheel"}
 
 
-def write_sdar(folder: Path) -> Path:
+def write_folder(folder: Path, config: dict[str, Any]) -> Path:
     """A folder whose weights are made up."""
     write_model_folder(folder)
-    config = json.loads((folder / "config.json").read_text())
-    kept = {key: config[key] for key in ("vocab_size", "eos_token_id", "max_position_embeddings")}
-    mask = {"mask_token_id": config["vocab_size"] - 1, "torch_dtype": "float32"}
-    (folder / "config.json").write_text(json.dumps({**SDAR, **kept, **mask}))
+    held = json.loads((folder / "config.json").read_text())
+    kept = {key: held[key] for key in ("vocab_size", "eos_token_id", "max_position_embeddings")}
+    kept["embedding_size"] = held["vocab_size"]
+    mask = {"mask_token_id": held["vocab_size"] - 1, "torch_dtype": "float32"}
+    (folder / "config.json").write_text(json.dumps({**config, **kept, **mask}))
     return folder
 
 
-def test_chats_are_answered_block_by_block(tmp_path: Path) -> None:
-    folder = write_sdar(tmp_path / "sdar")
+@pytest.mark.parametrize(
+    ("config", "diffusion"),
+    [
+        (SDAR, '{"steps": 2, "threshold": 0.5}'),
+        (LLADA, '{"steps": 2, "threshold": 0.5, "block_length": 8}'),
+        (DREAM, '{"steps": 5, "canvas_length": 20}'),
+    ],
+    ids=["sdar", "llada", "dream"],
+)
+def test_chats_are_answered_block_by_block(
+    config: dict[str, Any], diffusion: str, tmp_path: Path
+) -> None:
+    folder = write_folder(tmp_path / "sdar", config)
     flags = ("--load-format", "dummy", "--threads", "1", "--max-running", "4", "--kv-blocks", "64")
-    diffusion = '{"steps": 2, "threshold": 0.5}'
     with (
         serving(None, str(folder), *flags, "--diffusion-config", diffusion) as served,
         openai_client(served.url) as client,

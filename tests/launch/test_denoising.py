@@ -23,6 +23,13 @@ SDAR = replace(
     config={"architectures": ["SDARForCausalLM"]},
 )
 LLADA_2 = replace(SDAR, config={"architectures": ["LLaDA2MoeModelLM"]})
+LLADA = replace(
+    SDAR,
+    family="canvas_diffusion",
+    encodes=True,
+    config={"architectures": ["LLaDAModelLM"]},
+)
+DREAM = replace(LLADA, config={"architectures": ["DreamModel"], "mask_token_id": 7})
 FAST_DLLM = replace(SDAR, config={"architectures": ["Fast_dLLM_QwenForCausalLM"], "bd_size": 16})
 
 
@@ -49,6 +56,19 @@ def test_what_is_not_said_is_as_the_model_was_published() -> None:
     assert engine(MODEL).denoising is None
 
 
+def test_canvases_are_as_their_samplers_are_called() -> None:
+    made = engine(LLADA)
+    form = made.denoising
+    assert form is not None and (form.length, form.steps, form.canvas) == (32, 32, 512)
+    assert (form.threshold, form.order, form.shifted, form.timed) == (1, "confidence", False, False)
+    assert made.kv.num_blocks == 1 and made.scheduler.max_step_tokens >= MODEL.max_model_len
+    form = engine(DREAM).denoising
+    assert form is not None and (form.length, form.steps, form.mask) == (512, 512, 7)
+    assert (form.order, form.shifted, form.timed) == ("entropy", True, True)
+    form = engine(DREAM, {"canvas_length": 64, "block_length": 32, "steps": 8}).denoising
+    assert form is not None and (form.length, form.steps, form.canvas) == (32, 8, 64)
+
+
 def test_what_is_said_goes_before_it() -> None:
     asked = {"block_length": 8, "steps": 3, "threshold": 0.8, "mask_token_id": 9}
     form = engine(asked=asked).denoising
@@ -65,6 +85,11 @@ def test_what_is_said_goes_before_it() -> None:
         (SDAR, {"steps": 5}, "steps is 5; a block has 4 tokens"),
         (SDAR, {"mask_token_id": 200_000}, "mask_token_id is 200000; the model knows tokens below"),
         (replace(SDAR, windows=(None, 8)), {}, "sliding windows"),
+        (SDAR, {"block_length": 256}, "block_length is 256; a power of two, at most 128"),
+        (SDAR, {"canvas_length": 64}, "canvas_length: the blocks of SDARForCausalLM see no later"),
+        (LLADA, {"canvas_length": 48}, "block_length is 32; it must divide canvas_length .48."),
+        (LLADA, {"part_length": 8}, "part_length: blocks of a canvas have no parts"),
+        (DREAM, {"threshold": 0.9}, "threshold is 0.9; with order 'entropy' only 1"),
     ],
 )
 def test_what_cannot_be_is_refused(model: ModelFacts, asked: dict[str, Any], said: str) -> None:
@@ -92,12 +117,12 @@ def test_what_cannot_be_is_refused(model: ModelFacts, asked: dict[str, Any], sai
 )
 def test_features_that_need_tokens_one_by_one_are_refused(groups: Any, field: str) -> None:
     option = f"--{field.replace('_', '-')}"
-    with pytest.raises(ConfigError, match=f"{option} does not go with SDAR, LLaDA 2") as refused:
+    with pytest.raises(ConfigError, match=f"{option} does not go with SDAR, LLaDA,") as refused:
         engine(**groups)
     assert refused.value.field == field
 
 
 @pytest.mark.parametrize("mode", ["pipeline_parallel", "decode_context_parallel_size"])
 def test_ways_to_share_a_model_that_cut_blocks_apart_are_refused(mode: str) -> None:
-    with pytest.raises(ConfigError, match="SDAR, LLaDA 2, Fast-dLLM v2"):
+    with pytest.raises(ConfigError, match="SDAR, LLaDA, Fast-dLLM v2, Dream"):
         engine(device={mode: 2, "tensor_parallel": 2 if mode.startswith("decode") else 1})

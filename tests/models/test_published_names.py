@@ -634,11 +634,10 @@ def test_texts_are_as_long_as_the_family_says_in_its_own_keys(
 
 def test_diffusion_decoders_are_refused_with_the_reason() -> None:
     """Not for the code that their checkpoints bring: no setting makes them run."""
-    config = {**SHAPE, "architectures": ["DreamModel"], "auto_map": {"AutoModel": "a.B"}}
+    named = "DiffusionGemmaForBlockDiffusion"
+    config = {**SHAPE, "architectures": [named], "auto_map": {"AutoModel": "a.B"}}
     located = LocatedModel(path=Path("none"), name="m", format="dummy")
-    with pytest.raises(
-        CheckpointError, match="DreamModel is not built: it needs passes over a whole"
-    ):
+    with pytest.raises(CheckpointError, match=f"{named} is not built: it needs blocks written"):
         describe(located, config, {}, None)
 
 

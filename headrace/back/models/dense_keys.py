@@ -254,6 +254,40 @@ def _olmo(config: ConfigReader) -> Keys:
     }
 
 
+def _llada(config: ConfigReader) -> Keys:
+    """OLMo's keys; what is not as in Llama's layers is refused."""
+    off = ("alibi", "include_bias", "include_qkv_bias", "scale_logits", "input_emb_norm")
+    for key in (*off, "attention_layer_norm", "multi_query_attention"):
+        if config.raw.get(key):
+            raise config.wrong(key, "false")
+    if config.raw.get("clip_qkv") is not None:
+        raise config.wrong("clip_qkv", "null")
+    config.choice("block_type", ("llama",), "llama")
+    config.choice("layer_norm_type", ("rms",), "rms")
+    config.choice("activation_type", ("silu",), "silu")
+    heads = config.int("n_heads", ge=1)
+    names = {
+        "d_model": "hidden_size",
+        "n_layers": "num_hidden_layers",
+        "mlp_hidden_size": "intermediate_size",
+        "max_sequence_length": "max_position_embeddings",
+        "weight_tying": "tie_word_embeddings",
+    }
+    rows = config.int("vocab_size", ge=1)
+    return {
+        **called(config, names),
+        "num_attention_heads": heads,
+        "num_key_value_heads": config.int("n_kv_heads", heads, ge=1),
+        "vocab_size": config.int("embedding_size", rows, ge=1),
+        "hidden_act": "silu",
+    }
+
+
+def _llada_moe(config: ConfigReader) -> Keys:
+    """Only experts have a size."""
+    return {"intermediate_size": config.int("expert_intermediate_size", ge=1)}
+
+
 def _talkie(config: ConfigReader) -> Keys:
     """Keys of the first checkpoint, and of those converted from it."""
     names = {
@@ -288,6 +322,8 @@ DENSE_KEYS: Mapping[str, Callable[[ConfigReader], Keys]] = {
     "BitnetForCausalLM": _bitnet,
     "OLMoForCausalLM": _olmo,
     "TalkieForCausalLM": _talkie,
+    "LLaDAModelLM": _llada,
+    "LLaDAMoEModelLM": _llada_moe,
     "RWForCausalLM": _refined_web,
     **dict.fromkeys(("Plamo3ForCausalLM", "PLaMo3ForCausalLM"), _plamo3),
     **dict.fromkeys(("CohereForCausalLM", "Cohere2ForCausalLM"), _cohere),

@@ -124,10 +124,11 @@ ENCODERS = frozenset(
         *("megatron_bert", "roformer", "xlm_roberta_xl", "roberta_prelayernorm", "data2vec_text"),
         *("frame_labels", "deberta", "mobilebert", "squeezebert", "fnet", "xlm", "luke", "xmod"),
         *("big_bird", "convbert", "jina_bert", "neobert", "llama_nemotron_vl", "ultrabert"),
-        *("esmc", "openai_privacy_filter"),
+        *("esmc", "openai_privacy_filter", "canvas_diffusion"),
     }
 )
-"""Families that attend in both directions: no KV cache, prompts computed whole, no tokens."""
+"""Families that attend in both directions: no KV cache, prompts computed whole; no tokens, but for
+the diffusion language models among them."""
 HEADLESS = frozenset({"fnet"})
 """Families that mix tokens without attention: their config states no heads."""
 FIRST_POSITION = dict.fromkeys(

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from headrace.back.attention.plan import Batch
@@ -18,6 +20,7 @@ from headrace.back.models.encoder import (
     EncoderLayer,
     EncoderSizes,
     SpanAttentionLayer,
+    TokenBranch,
     read_encoder_sizes,
 )
 from headrace.back.models.pooling_families import VOYAGE
@@ -89,8 +92,11 @@ def both_sides_layer(
     out_bias: bool | None = None,
     qk_norm: QKNorm | None = None,
     window: int | None = None,
+    mlp: Callable[[Scope], TokenBranch] | None = None,
 ) -> EncoderLayer:
-    """A decoder's layer of which each token sees both sides; see SpanAttentionLayer."""
+    """A decoder's layer of which each token sees both sides; see SpanAttentionLayer. `mlp`: what
+    takes the place of the gated MLP."""
+    branch = scope / "mlp"
     return EncoderLayer(
         before_attention=RMS.build(scope / "input_layernorm", sizes.width, eps=sizes.eps),
         attention=SpanAttentionLayer(
@@ -105,7 +111,7 @@ def both_sides_layer(
             qk_norm=qk_norm,
         ),
         before_mlp=RMS.build(scope / "post_attention_layernorm", sizes.width, eps=sizes.eps),
-        mlp=GatedMLP(scope / "mlp", sizes.feed_forward, bias=mlp_bias),
+        mlp=mlp(branch) if mlp else GatedMLP(branch, sizes.feed_forward, bias=mlp_bias),
     )
 
 

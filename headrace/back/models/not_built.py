@@ -60,11 +60,6 @@ MISSING = (
         needs="the model that they draft for (--speculative-config)",
     ),
     Missing(
-        family="LLaDA 1, 1.5, with experts; Dream, DiffuCoder",
-        names=("LLaDAModelLM", "LLaDAMoEModelLM", "DreamModel"),
-        needs="passes over a whole text, any token of which sees all others, so that no KV is kept",
-    ),
-    Missing(
         family="DiffusionGemma",
         names=("DiffusionGemmaForBlockDiffusion",),
         needs="blocks written from random tokens, with a pass of an encoder over each",

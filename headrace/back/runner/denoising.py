@@ -209,6 +209,7 @@ class DenoisingSteps(ExactSteps):
                 tokens=self.rows.tokens.data,
                 turn=turn,
                 mask=self._spec.mask,
+                order=self._spec.order,
             )
             parts.append(proposals)
         return joined(parts)
@@ -232,7 +233,7 @@ class DenoisingSteps(ExactSteps):
         chosen_KB = decided(
             confidence_KB,
             open_KB & within_KB,
-            share=self._spec.share(turn),
+            share_K=self._spec.shares(turn, open_KB.sum(1)),
             threshold=self._spec.threshold,
         )
         chosen_N = chosen_KB[open_KB]
@@ -256,10 +257,14 @@ class DenoisingSteps(ExactSteps):
         """The model over these blocks, whose KV it writes; hidden states [K * B, E]."""
         return self.forward(block_shape(row_K, first_K, self._spec.length))
 
+    def _places(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """Where in their blocks these positions are."""
+        return positions % self._spec.length
+
     def _samples(self, shape: StepShape) -> StepSamples:
         """What was decided at the positions that the step asks for."""
         rows, positions = shape.sampled_row, shape.sampled_position
-        place = positions % self._spec.length
+        place = self._places(rows, positions)
         size = int(shape.place[-1]) + 1
         tokens = np.zeros(size, np.int32)
         max_logit, chosen_logit = np.zeros(size, np.float32), np.zeros(size, np.float32)
@@ -281,15 +286,17 @@ def _nothing(count: int) -> Proposals:
 
 
 def decided(
-    confidence_KB: np.ndarray, open_KB: np.ndarray, *, share: int, threshold: float
+    confidence_KB: np.ndarray, open_KB: np.ndarray, *, share_K: np.ndarray, threshold: float
 ) -> np.ndarray:
-    """Which open places a pass decides, bool [K, B]: those above the threshold if they are `share`
-    or more, else the `share` most likely ones. Confidence is -inf where nothing is open."""
+    """Which open places a pass decides, bool [K, B]: those above the threshold if they are the
+    block's share or more, else so many most likely ones. Confidence is -inf where nothing is
+    open."""
     high_KB = confidence_KB > threshold
     order_KB = np.argsort(-confidence_KB, axis=1, kind="stable")
     best_KB = np.zeros_like(open_KB)
-    np.put_along_axis(best_KB, order_KB[:, :share], True, axis=1)
-    enough_K1 = high_KB.sum(1, keepdims=True) >= share
+    share_K1 = share_K[:, None]
+    np.put_along_axis(best_KB, order_KB, np.arange(open_KB.shape[1]) < share_K1, axis=1)
+    enough_K1 = high_KB.sum(1, keepdims=True) >= share_K1
     chosen_KB: np.ndarray = np.where(enough_K1, high_KB, best_KB & open_KB)
     return chosen_KB
 

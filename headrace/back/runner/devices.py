@@ -13,6 +13,7 @@ import torch
 from headrace.back.kernels.native.library import loaded, unsupported
 from headrace.back.runner.batch import Rows
 from headrace.back.runner.buckets import BucketSteps
+from headrace.back.runner.canvas import CanvasSteps
 from headrace.back.runner.cpu_graphs import CpuGraphs, ExactSizes
 from headrace.back.runner.cuda_graphs import CudaGraphs
 from headrace.back.runner.denoising import DenoisingSteps
@@ -42,7 +43,8 @@ def make_steps(resources: StepResources, spec: EngineSpec, *, num_groups: int) -
     if spec.denoising is not None:
         rows = _growing_rows(resources, spec, num_groups=num_groups)
         tokens = spec.scheduler.max_step_tokens
-        return DenoisingSteps(resources, rows, spec.denoising, max_tokens=tokens)
+        kind = CanvasSteps if spec.denoising.canvas else DenoisingSteps
+        return kind(resources, rows, spec.denoising, max_tokens=tokens)
     why = why_exact(resources)
     if why is not None:
         return exact_steps(resources, spec, why, num_groups=num_groups)

@@ -155,6 +155,7 @@ class Runner:
             media_rows=self._state.media_rows,
             pools_whole=self._state.pools_whole,
             block_length=0 if spec.denoising is None else spec.denoising.length,
+            canvas_length=0 if spec.denoising is None else spec.denoising.canvas,
             graphs=self._steps.graphs,
             decisions=[(d.field, d.requested, d.chosen, d.why) for d in noted],
         )

@@ -372,7 +372,7 @@ class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):
         DiffusionOptions | None,
         Meta(
             description="How a diffusion language model writes a block, as JSON: "
-            """{"threshold": 0.95, "steps": 4, "block_length": 4}: docs/SERVING.md."""
+            """{"threshold": 0.95, "steps": 4, "block_length": 4, "canvas_length": 256}: docs/SERVING.md."""
         ),
     ] = None
     step_timeout_s: Annotated[

@@ -67,7 +67,8 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
     may ask for. `pools_whole`: tokens of a prompt that is pooled all see each other, so that one
     step computes them.
     `block_length`: a text is written in blocks of so many tokens, which see each other; 0: token by
-    token.
+    token. `canvas_length`: all tokens see each other, up to so many behind what is written; blocks
+    are counted from the prompt's end; 0: from the text's beginning.
     """
 
     num_blocks: int
@@ -97,6 +98,7 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
     media_rows: dict[str, int] = {}
     pools_whole: bool = False
     block_length: int = 0
+    canvas_length: int = 0
 
 
 class RowStart(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -109,7 +111,8 @@ class RowStart(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     little-endian int32 token ids; drafts are looked up in it. `media`: what the prompt's
     placeholders stand for; the content follows in the payload of hook MEDIA_HOOK, unless the
     workers have it. `encoder`: what the encoder of an encoder-decoder reads;
-    `cross_tokens`: how many of its outputs the row's cross caches hold.
+    `cross_tokens`: how many of its outputs the row's cross caches hold. `length_limit`: tokens at
+    which the request ends at the latest.
     """
 
     row: int
@@ -124,6 +127,7 @@ class RowStart(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     adapter_slot: int = 0
     encoder: bytes = b""
     cross_tokens: int = 0
+    length_limit: int = 0
 
 
 class RowFeed(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

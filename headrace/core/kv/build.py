@@ -13,7 +13,7 @@ from headrace.core.kv.manager import KVManager
 def kv_manager_of(spec: EngineSpec, facts: WorkerFacts) -> KVManager:
     """Over the caches that the workers state."""
     return KVManager(
-        _in_blocks(facts) if facts.block_length else facts,
+        _in_blocks(facts) if facts.block_length and facts.groups else facts,
         prefix_caching=spec.kv.prefix_caching,
         chunk_tokens=spec.scheduler.max_step_tokens,
         choices=spec.kv.choices,

@@ -439,6 +439,7 @@ class Scheduler:
             prediction=request.wire.prediction,
             media=request.media,
             adapter_slot=request.adapter.slot,
+            length_limit=request.length_limit,
         )
         if self.kv.spans:
             cross = self.kv.cross_tokens(request)

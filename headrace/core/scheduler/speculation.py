@@ -285,7 +285,7 @@ def speculation_of(
     """What the options say, as far as the workers can verify drafts; of a model that writes blocks,
     these."""
     if facts.block_length:
-        return WholeBlocks(rows, facts.block_length)
+        return WholeBlocks(rows, facts)
     if spec is None or not facts.max_drafts:
         return NoSpeculation()
 

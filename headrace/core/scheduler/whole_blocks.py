@@ -1,5 +1,6 @@
 """Models that write blocks of text (diffusion language models), as the scheduler sees them: a step
-brings each decoding row the rest of its block, as one whose drafts all stand.
+brings each decoding row the rest of its block, as one whose drafts all stand, or as much of it as
+fits into a KV block.
 
 The workers decide a whole block when its first token is wanted, and keep it. So a step beside
 prompts, in which no row has drafts, brings a row one token of its block, and the steps behind it
@@ -12,8 +13,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from headrace.base.wire.step import StepResult
-from headrace.core.request import RowTable
+from headrace.base.wire.step import StepResult, WorkerFacts
+from headrace.core.request import Request, RowTable
 from headrace.core.scheduler.plan_builder import InFlightStep, NoSpeculation, StepPlanBuilder
 
 Int32 = npt.NDArray[np.int32]
@@ -21,11 +22,18 @@ Bool = npt.NDArray[np.bool_]
 
 
 class WholeBlocks(NoSpeculation):
-    """Blocks of `length` tokens, counted from the beginning of a text."""
+    """Blocks of tokens, counted from the beginning of a text, or of what is written of it."""
 
-    def __init__(self, rows: RowTable, length: int) -> None:
+    def __init__(self, rows: RowTable, facts: WorkerFacts) -> None:
         super().__init__()
-        self._rows, self._length = rows, length
+        self._rows, self._length = rows, facts.block_length
+        self._most = max(facts.block_tokens, 2) - 1
+        self._counts_prompt = not facts.canvas_length
+        self._first = np.zeros(rows.num_rows, np.int32)
+
+    def start(self, row: int, request: Request) -> None:
+        """See Speculation."""
+        self._first[row] = 0 if self._counts_prompt else request.num_prompt
 
     def add_drafts(self, builder: StepPlanBuilder) -> None:
         """See Speculation: up to the end of each row's block, or of its answer."""
@@ -33,7 +41,8 @@ class WholeBlocks(NoSpeculation):
         if not len(decoding):
             return
         length = rows.length[decoding]
-        drafts = np.minimum(-length % self._length, rows.limit[decoding] - length)
+        rest = (self._first[decoding] - length) % self._length
+        drafts = np.minimum(np.minimum(rest, self._most), rows.limit[decoding] - length)
         if drafts.any():
             builder.add_drafts(drafts.astype(np.int32))
 

@@ -267,14 +267,15 @@ def test_a_pass_decides_its_share_or_all_that_is_sure() -> None:
     is_open = confidence > -np.inf
 
     def places(share: int, threshold: float) -> list[list[int]]:
-        found = decided(confidence, is_open, share=share, threshold=threshold)
+        found = decided(confidence, is_open, share_K=np.full(3, share), threshold=threshold)
         return [np.flatnonzero(row).tolist() for row in found]
 
     assert places(1, 0.7) == [[0, 3], [3], [3]], "more than its share"
     assert places(1, 1.0) == [[0], [3], [3]], "the share alone"
     assert places(2, 0.85) == [[0, 3], [1, 3], [3]], "no more than is open"
     form = DenoisingSpec(length=8, steps=3, threshold=1.0, mask=0, part=8)
-    assert [form.share(turn) for turn in range(3)] == [3, 3, 2]
+    shares = [form.shares(turn, np.array([8]))[0] for turn in range(3)]
+    assert shares == [3, 3, 2]
 
 
 def test_blocks_are_rows_that_end_with_themselves() -> None:
