@@ -16,7 +16,8 @@ from headrace.base.wire.request import SamplingParams
 from headrace.bench.held_out import EvalItem
 from headrace.bench.scoring import grade
 from headrace.front.client.events import Delta, EngineClient, Events, Generation
-from headrace.front.client.transcription import SpeechModel, SpeechRequest
+from headrace.front.client.speech_request import SpeechRequest
+from headrace.front.client.transcription import SpeechModel
 from headrace.front.media.preparation import MediaPreparer, MediaRequest
 from headrace.front.text.chat import ChatTemplate
 from headrace.front.text.media_parts import has_media

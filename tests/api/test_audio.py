@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,9 @@ from headrace.front.text.alignment import timed_words
 from headrace.front.text.transcript import SpeechSegment, segments_of, subrip, webvtt
 from tests.api.serving import NO_TLS, Served
 from tests.api.speech import BANDS, FRAMES, ID, SPECIAL, VOCABULARY, WORDS, tone, wav
+
+LIKELIEST: dict[str, Any] = {"temperature": 0.2, "extra_body": {"top_k": 1}}
+"""The likeliest token each time, and no second try, however unlikely the text."""
 
 
 def encoded(samples: np.ndarray, kind: str) -> bytes:
@@ -135,6 +139,81 @@ def test_the_language_is_found_out(
     assert answer.status_code == 200 and answer.json()["task"] == "translate"
 
 
+def test_tokens_have_the_scores_of_the_reference(
+    whisper: tuple[Path, Any], ear_client: openai.OpenAI
+) -> None:
+    samples = tone(0.7, 500.0)
+    told = ear_client.audio.transcriptions.create(
+        model="ear",
+        file=("a.wav", wav(samples)),
+        language="de",
+        include=["logprobs"],
+        **LIKELIEST,
+    )
+    begins = ["<|startoftranscript|>", "<|de|>", "<|transcribe|>", "<|notimestamps|>"]
+    ids = [*(ID[word] for word in begins), *expected(whisper[1], samples, begins)]
+    features = torch.from_numpy(LogMel(BANDS, FRAMES).features(samples))[None]
+    with torch.inference_mode():
+        logits = whisper[1](input_features=features, decoder_input_ids=torch.tensor([ids])).logits
+    scores = logits[0].log_softmax(-1)
+    assert told.logprobs and told.logprobs[0].token
+    assert len(told.logprobs) in (len(ids) - 4, len(ids) - 3)  # with the token that ends it
+    for place, one in zip(range(4, len(ids)), told.logprobs, strict=False):
+        assert one.token is not None and one.token.strip() == VOCABULARY[ids[place]]
+        assert abs((one.logprob or 0.0) - float(scores[place - 1, ids[place]])) < 1e-3
+
+
+def test_words_that_may_occur_and_languages_are_named(
+    whisper: tuple[Path, Any], ear_client: openai.OpenAI
+) -> None:
+    samples = tone(0.6, 700.0)
+
+    def text(**fields: Any) -> Any:
+        return ear_client.audio.transcriptions.create(
+            model="ear", file=("a.wav", wav(samples)), **fields
+        )
+
+    named = text(language="en", keywords=["w5", "w7"], prompt="w9")
+    assert named.text == text(language="en", prompt="w5, w7. w9").text
+    assert (
+        text(language="en", extra_body={"hotwords": "w5"}).text
+        == text(language="en", prompt="w5").text
+    )
+    found = text(languages=["en", "de"])
+    assert [one.code for one in found.languages] == [language_of(whisper[1], samples)]
+    assert text(languages=["de"]).text == text(language="de").text
+    strategy = {"type": "server_vad", "threshold": 0.4, "silence_duration_ms": 200}
+    assert text(language="de", chunking_strategy=strategy).text == text(language="de").text
+
+
+def test_text_is_sampled_as_vllms_clients_say(ear: Served, ear_client: openai.OpenAI) -> None:
+    file = ("a.wav", wav(tone(0.8)))
+
+    def text(**more: Any) -> str:
+        own = {**LIKELIEST["extra_body"], **more}
+        create = ear_client.audio.transcriptions.create
+        return create(model="ear", file=file, language="de", temperature=0.2, extra_body=own).text
+
+    whole = text()
+    short = text(max_completion_tokens=2)  # a time, which is not written, and a word
+    assert whole.startswith(short) and 0 < len(short) < len(whole)
+    assert text(top_k=0, seed=3) == text(top_k=0, seed=3) != whole
+    fields = {"model": "ear", "language": "de", "vllm_stream": "1", "stream_include_usage": "true"}
+    fields |= {"temperature": "0.2", "top_k": "1"}
+    answer = httpx.post(
+        ear.url + "/v1/audio/transcriptions",
+        files={"file": file},
+        data=fields,
+        verify=NO_TLS,
+        timeout=300,
+    )
+    *chunks, end, _ = answer.text.split("\n\n")
+    told = [json.loads(chunk.removeprefix("data: ")) for chunk in chunks]
+    assert end == "data: [DONE]" and {one["object"] for one in told} == {"transcription.chunk"}
+    assert "".join(one["choices"][0]["delta"]["content"] for one in told) == whole
+    assert told[-1]["choices"][0]["finish_reason"] == "stop" and told[-1]["usage"]["seconds"] == 1
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
@@ -151,6 +230,14 @@ def test_the_language_is_found_out(
         ({"timestamp_granularities": ["word"]}, "needs response_format verbose_json"),
         ({"stream": True, "response_format": "srt"}, "stream: does not go with"),
         ({"extra_body": {"noise": "1"}}, "noise: is not known here"),
+        ({"include": ["words"]}, "include: 'words' given; allowed: logprobs"),
+        ({"include": ["logprobs"], "stream": True}, "include: logprobs are told with"),
+        ({"languages": ["en", "fr"]}, "language: 'fr' given; known: de, en"),
+        ({"chunking_strategy": {"type": "words"}}, "'words' given; allowed: auto, server_vad"),
+        ({"extra_body": {"top_p": "2"}}, "top_p"),
+        ({"extra_body": {"seed": "one"}}, "seed: 'one' given; a number is wanted"),
+        ({"extra_body": {"max_completion_tokens": "0"}}, "max_completion_tokens: 0 given"),
+        ({"extra_body": {"to_language": "de"}}, "to_language: 'de' given"),
     ],
 )
 def test_what_cannot_be_heard_is_refused(

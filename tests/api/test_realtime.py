@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -214,6 +215,27 @@ def test_what_cannot_begin_is_refused(ear: Served, server: Served) -> None:
             assert told(socket)["type"] == "error"
             with pytest.raises(ConnectionClosed):
                 socket.recv(timeout=300)
+
+
+def test_deltas_come_with_scores_where_a_session_includes_them(
+    ear: Served, ear_client: openai.OpenAI
+) -> None:
+    samples = tone(0.8)
+    with opened(ear) as socket:
+        asked = session(turn_detection=None)
+        asked["audio"]["input"]["transcription"] |= {"language": "de", "keywords": ["w5", "w7"]}
+        asked["include"] = ["item.input_audio_transcription.logprobs"]
+        send(socket, "session.update", session=asked)
+        updated = told(socket)["session"]
+        assert updated["include"] == asked["include"]
+        assert updated["audio"]["input"]["transcription"]["prompt"] == "w5, w7"
+        send(socket, "input_audio_buffer.append", audio=encoded(samples))
+        send(socket, "input_audio_buffer.commit")
+        events = until(socket, DONE)
+    (delta,) = [event for event in events if event["type"].endswith("transcription.delta")]
+    words = re.findall(r"w\d+", "".join(one["token"] for one in delta["logprobs"]))
+    assert words and words == re.findall(r"w\d+", delta["delta"])
+    assert all(one["logprob"] <= 0 for one in delta["logprobs"])
 
 
 def test_a_cleared_buffer_is_heard_by_nobody(ear: Served, ear_client: openai.OpenAI) -> None:

@@ -20,12 +20,12 @@ from headrace.front.client.plain_transcription import (
     check_unused,
 )
 from headrace.front.client.sample_transcription import SampleTranscriber
+from headrace.front.client.speech_request import SpeechRequest
 from headrace.front.client.timed_transcription import TimedTranscriber, is_in_time
 from headrace.front.client.transcription import (
     Ask,
     Heard,
     SpeechModel,
-    SpeechRequest,
     Transcriber,
     Window,
 )

@@ -16,6 +16,7 @@ from headrace.base.config.ctc import NUMBERS
 from headrace.base.config.media import MediaSpec
 from headrace.base.errors import InvalidRequest
 from headrace.base.wire.pooling import RowPooling
+from headrace.base.wire.request import SamplingParams
 from headrace.front.client.plain_transcription import (
     PlainTranscriber,
     check_untranslated,
@@ -23,12 +24,12 @@ from headrace.front.client.plain_transcription import (
 )
 from headrace.front.client.pooling import NO_TOKENS, Float32, fold_pooled, probabilities
 from headrace.front.client.sound_prompt import prepared_window
+from headrace.front.client.speech_request import SpeechRequest
 from headrace.front.client.transcription import (
     Ask,
     Heard,
     PooledSound,
     Samples,
-    SpeechRequest,
     Window,
 )
 from headrace.front.media.log_mel import RATE
@@ -69,6 +70,8 @@ class CtcTranscriber(PlainTranscriber):
         """See SpeechModel."""
         check_untranslated(request)
         check_unused(request, "language", "prompt", model="this model labels frames and")
+        if request.sampling != SamplingParams():
+            raise InvalidRequest("this model samples nothing: leave out how text is sampled")
         if request.temperature:
             raise InvalidRequest(
                 f"temperature: {request.temperature} given; this model samples nothing",

@@ -14,7 +14,8 @@ from headrace.front.client.events import fold_written
 from headrace.front.client.plain_transcription import (
     check_unused,
 )
-from headrace.front.client.transcription import Ask, Heard, SpeechRequest, Window
+from headrace.front.client.speech_request import SpeechRequest
+from headrace.front.client.transcription import Ask, Heard, Window
 from headrace.front.client.turn_transcription import TurnTranscriber
 from headrace.front.text.media_parts import MediaMark
 from headrace.front.text.transcript import SpeechSegment

@@ -168,11 +168,13 @@ Events = AsyncGenerator[Event, None]
 
 
 class WrittenAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """What one choice wrote; `logprob`: of all its tokens, 0 where that was not asked for."""
+    """What one choice wrote; `logprob`: of all its tokens, 0 where that was not asked for, as
+    `scores` are empty then."""
 
     text: str
     token_ids: list[int]
     logprob: float
+    scores: list[ScoredToken] = []
 
     @property
     def mean_logprob(self) -> float:
@@ -182,15 +184,17 @@ class WrittenAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 async def fold_written(events: Events) -> WrittenAnswer:
     """The fold of the events of a generation of one choice."""
-    text, token_ids, logprob = "", list[int](), 0.0
+    text, logprob = "", 0.0
+    token_ids, scores = list[int](), list[ScoredToken]()
     async with aclosing(events):
         async for event in events:
             if isinstance(event, Delta):
                 text += event.text
                 token_ids += event.token_ids
+                scores += event.scores or ()
             elif isinstance(event, Ended):
                 logprob = event.cumulative_logprob or 0.0
-    return WrittenAnswer(text=text, token_ids=token_ids, logprob=logprob)
+    return WrittenAnswer(text=text, token_ids=token_ids, logprob=logprob, scores=scores)
 
 
 class EngineClient(Protocol):

@@ -7,7 +7,8 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from headrace.base.errors import InvalidRequest
-from headrace.front.client.transcription import Ask, Heard, SoundReader, SpeechRequest, Window
+from headrace.front.client.speech_request import SpeechRequest
+from headrace.front.client.transcription import Ask, Heard, SoundReader, Window
 
 
 class PlainTranscriber(SoundReader):

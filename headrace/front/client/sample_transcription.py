@@ -19,11 +19,11 @@ from headrace.front.client.plain_transcription import (
     check_unused,
     check_without_words,
 )
+from headrace.front.client.speech_request import SpeechRequest
 from headrace.front.client.transcription import (
     Ask,
     Heard,
     Samples,
-    SpeechRequest,
     Window,
 )
 from headrace.front.media.log_mel import HOP
@@ -98,8 +98,7 @@ class SampleTranscriber(PlainTranscriber):
         )
 
     def _params(self, request: SpeechRequest, begins: Sequence[int]) -> SamplingParams:
-        longest = max(1, self._context - len(begins))
-        return SamplingParams(temperature=request.temperature, max_tokens=longest, logprobs=0)
+        return request.params(request.temperature, room=self._context - len(begins))
 
 
 def _bytes(window: Window) -> bytes:

@@ -28,12 +28,12 @@ from headrace.front.client.plain_transcription import (
     check_without_words,
 )
 from headrace.front.client.sound_prompt import prepared_window
+from headrace.front.client.speech_request import SpeechRequest
 from headrace.front.client.transcription import (
     Ask,
     Heard,
     Samples,
     SoundReader,
-    SpeechRequest,
     Window,
 )
 from headrace.front.media.log_mel import HOP, RATE, WINDOW
@@ -184,11 +184,8 @@ class TimedTranscriber(SoundReader):
         self, sound: MediaInput, request: SpeechRequest, said: Sequence[int]
     ) -> SamplingParams:
         """As many tokens as pieces are left."""
-        return SamplingParams(
-            temperature=request.temperature,
-            max_tokens=max(1, sound.num_tokens - len(self._prompt) - len(said)),
-            logprobs=0,
-        )
+        room = sound.num_tokens - len(self._prompt) - len(said)
+        return request.params(request.temperature, room=room)
 
     def _segments(self, window: Window, tokens: Sequence[int]) -> list[SpeechSegment]:
         """Texts between pauses. A token is said when the piece `delay` before it was heard."""

@@ -9,6 +9,7 @@ it is likely and does not repeat itself; else it is made again with more randomn
 from __future__ import annotations
 
 import asyncio
+import re
 import zlib
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
@@ -26,7 +27,14 @@ from headrace.base.errors import EngineError, InvalidRequest
 from headrace.base.wire.media import MediaInput
 from headrace.base.wire.pooling import RowPooling
 from headrace.base.wire.request import SamplingParams
-from headrace.front.client.events import AttentionWeights, Delta, Events, fold_written
+from headrace.front.client.events import (
+    AttentionWeights,
+    Delta,
+    Events,
+    ScoredToken,
+    fold_written,
+)
+from headrace.front.client.speech_request import SpeechRequest
 from headrace.front.media.job import DecodingLimits, MediaJob
 from headrace.front.media.jobs import MediaProcesses, default_size
 from headrace.front.media.log_mel import HOP, RATE, LogMel
@@ -42,6 +50,8 @@ LEAST_LOGPROB = -1.0
 MOST_COMPRESSION = 2.4
 NO_SPEECH = 0.6
 SUPPRESSED = -100.0
+TIME = re.compile(r"<\|\d+\.\d\d\|>")
+"""A time token, which tokenizers do not call special: a model may say one unasked."""
 SEED = 0
 """Of what is tried with randomness: the same sound has the same text."""
 
@@ -60,19 +70,6 @@ Sound = bytes | tuple[MediaInput, ...] | PooledSound
 """What the model hears of a window: an encoder's spectrogram, or inputs of a prompt."""
 Ask = Callable[[list[int], SamplingParams, Sound], Events]
 """Runs the decoder behind these tokens, over a spectrogram or with inputs among them."""
-
-
-class SpeechRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What is wanted of a file: the language spoken (None: to be found out), whether it is
-    translated into English, what the text before it may be, and whether times are wanted, of
-    segments and of words."""
-
-    language: str | None = None
-    translates: bool = False
-    prompt: str = ""
-    temperature: float = 0.0
-    times: bool = False
-    words: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +94,7 @@ class Heard:
     mean_logprob: float
     num_prompt: int
     num_output: int
+    scores: list[ScoredToken] = field(default_factory=list)
     no_speech: float = 0.0
     language: str = ""
     words: list[TimedWord] = field(default_factory=list)
@@ -109,9 +107,11 @@ class Heard:
 
 
 class SpeechModel(Protocol):
-    """What routes ask of a model that hears. tells_speakers: its segments say who speaks."""
+    """What routes ask of a model that hears. tells_speakers: its segments say who speaks;
+    tells_scores: how likely tokens of its text and languages are."""
 
     tells_speakers: bool
+    tells_scores: bool
 
     async def read(self, data: bytes) -> Samples:
         """The samples of a file; InvalidRequest names what is wrong with it."""
@@ -151,6 +151,7 @@ class SoundReader:
     """Files, and windows of at most `most` samples."""
 
     tells_speakers = False
+    tells_scores = False
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -200,6 +201,8 @@ class SoundReader:
 class Transcriber(SoundReader):
     """For a speech model with an encoder (Whisper)."""
 
+    tells_scores = True
+
     def __init__(self, text: TextSpec, tokenizer: Tokenizer) -> None:
         bands, frames = text.spectrogram
         super().__init__(frames * HOP)
@@ -228,7 +231,7 @@ class Transcriber(SoundReader):
             async for window in windows:
                 no_speech = 0.0
                 if language is None or scores_silence:
-                    code, no_speech = await self.look(window, ask)
+                    code, no_speech = await self.look(window, ask, request.languages)
                     language = language or code
                 one = await self.hear(window, request, language, ask)
                 if no_speech > NO_SPEECH and one.mean_logprob < LEAST_LOGPROB:
@@ -240,21 +243,25 @@ class Transcriber(SoundReader):
 
     def check(self, request: SpeechRequest) -> None:
         """InvalidRequest where the model cannot do what is asked."""
-        if request.language is not None:
-            self._tokens.language(request.language)
+        for code in (request.language, *request.languages):
+            if code is not None:
+                self._tokens.language(code)
         if request.translates and (self._tokens.translate is None or not self._tokens.languages):
             raise InvalidRequest("this model knows English alone, and translates nothing")
 
-    async def look(self, window: Window, ask: Ask) -> tuple[str, float]:
-        """The language a window is spoken in, and how likely nothing is said: one token behind the
-        start token."""
+    async def look(
+        self, window: Window, ask: Ask, languages: Sequence[str] = ()
+    ) -> tuple[str, float]:
+        """The language a window is spoken in (of these, if there are any), and how likely nothing
+        is said: one token behind the start token."""
         tokens = self._tokens
+        allowed = [tokens.language(code) for code in languages] or tokens.languages.values()
         params = SamplingParams(
             temperature=0.0,
             max_tokens=1,
             ignore_eos=True,
             logprobs=0,
-            allowed_token_ids=tuple(tokens.languages.values()) or None,
+            allowed_token_ids=tuple(one for one in allowed if one is not None) or None,
             logprob_token_ids=() if tokens.nothing is None else (tokens.nothing,),
         )
         language, no_speech = "en", 0.0
@@ -276,13 +283,13 @@ class Transcriber(SoundReader):
         async with aclosing(windows):
             async for window in windows:
                 if language is None:
-                    language, _ = await self.look(window, ask)
+                    language, _ = await self.look(window, ask, request.languages)
                 begins = self.begins_with(request, language)
-                params = self.params(begins, request.temperature)
+                params = self._params(request, begins, request.temperature)
                 async with aclosing(ask(begins, params, _spectrogram(window))) as events:
                     async for event in events:
                         if isinstance(event, Delta):
-                            yield event.text
+                            yield TIME.sub("", event.text)
 
     def begins_with(self, request: SpeechRequest, language: str) -> list[int]:
         """What the decoder begins with."""
@@ -300,15 +307,12 @@ class Transcriber(SoundReader):
             begins = [tokens.previous, *before[-(self._context // 2 - 1) :], *begins]
         return begins
 
-    def params(self, begins: Sequence[int], temperature: float) -> SamplingParams:
-        """How a window's text is sampled."""
-        return SamplingParams(
-            temperature=temperature,
-            max_tokens=max(1, self._context - len(begins)),
-            logprobs=0,
-            logit_bias=self._bias,
-            seed=SEED if temperature else None,
-        )
+    def _params(
+        self, request: SpeechRequest, begins: Sequence[int], temperature: float
+    ) -> SamplingParams:
+        params = request.params(temperature, room=self._context - len(begins))
+        seed = SEED if temperature and params.seed is None else params.seed
+        return msgspec.structs.replace(params, logit_bias=self._bias, seed=seed)
 
     async def hear(self, window: Window, request: SpeechRequest, language: str, ask: Ask) -> Heard:
         """A window's text, at the first temperature that gives a good one, or else the last."""
@@ -318,7 +322,8 @@ class Transcriber(SoundReader):
             if temperature < request.temperature and temperature != TEMPERATURES[-1]:
                 continue
             tried = max(temperature, request.temperature)
-            heard = await self._heard(window, begins, tried, ask)
+            params = self._params(request, begins, tried)
+            heard = await self._heard(window, begins, params, ask)
             good = heard.mean_logprob > LEAST_LOGPROB and heard.compression < MOST_COMPRESSION
             if good or request.temperature:
                 break
@@ -362,9 +367,8 @@ class Transcriber(SoundReader):
         )
 
     async def _heard(
-        self, window: Window, begins: list[int], temperature: float, ask: Ask
+        self, window: Window, begins: list[int], params: SamplingParams, ask: Ask
     ) -> Heard:
-        params = self.params(begins, temperature)
         written = await fold_written(ask(begins, params, _spectrogram(window)))
         segments = segments_of(
             written.token_ids,
@@ -377,10 +381,11 @@ class Transcriber(SoundReader):
             window=window,
             text="".join(segment.text for segment in segments),
             segments=segments,
-            temperature=temperature,
+            temperature=params.temperature,
             mean_logprob=written.mean_logprob,
             num_prompt=len(begins),
             num_output=len(written.token_ids),
+            scores=written.scores,
         )
 
     def _decoded(self, ids: list[int]) -> str:

@@ -15,7 +15,8 @@ from headrace.front.client.plain_transcription import (
     check_without_words,
 )
 from headrace.front.client.sound_prompt import prepared_window
-from headrace.front.client.transcription import Samples, SpeechRequest, Window
+from headrace.front.client.speech_request import SpeechRequest
+from headrace.front.client.transcription import Samples, Window
 from headrace.front.media.log_mel import RATE
 from headrace.front.media.placeholders import expanded
 from headrace.front.media.processing import ProcessedMedia
@@ -45,8 +46,7 @@ class TurnTranscriber(PlainTranscriber):
         check_without_words(request)
 
     def _params(self, ids: list[int], request: SpeechRequest) -> SamplingParams:
-        longest = max(1, self._context - len(ids))
-        return SamplingParams(temperature=request.temperature, max_tokens=longest, logprobs=0)
+        return request.params(request.temperature, room=self._context - len(ids))
 
     async def _expanded(
         self, ids: list[int], window: Window

@@ -17,7 +17,8 @@ from tokenizers import decoders, models, pre_tokenizers
 from headrace.base.config.resolved import TextSpec
 from headrace.base.wire.request import SamplingParams
 from headrace.front.client.events import Delta, Ended, Event
-from headrace.front.client.transcription import Heard, SpeechRequest, Transcriber
+from headrace.front.client.speech_request import SpeechRequest
+from headrace.front.client.transcription import Heard, Transcriber
 from headrace.front.media.log_mel import HOP, RATE
 from headrace.front.text.tokenizer_files import load_tokenizer
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from headrace.base.errors import InvalidRequest
 from headrace.base.wire.request import SamplingParams
 from headrace.front.client.events import Events
-from headrace.front.client.transcription import Ask, PooledSound, Sound
+from headrace.front.client.transcription import Ask, Heard, PooledSound, Sound, SpeechModel
 from headrace.front.server.conversation.context import RequestContext
+from headrace.front.server.conversation.fold import logprob
 from headrace.front.server.conversation.pipeline import generate
 from headrace.front.server.conversation.pooling import pooled_sound
 from headrace.front.server.conversation.resolved import RunOptions
@@ -26,6 +28,21 @@ def asking(context: RequestContext, label: str) -> Ask:
         return generate(context, ids, params, run, label=label, media=sound)
 
     return ask
+
+
+def check_scores(speech: SpeechModel, field: str) -> None:
+    """InvalidRequest where the model does not tell how likely tokens of its text are."""
+    if not speech.tells_scores:
+        raise InvalidRequest(f"{field}: this model tells no logprobs of tokens", field=field)
+
+
+def scores_of(heard: Heard) -> list[dict[str, Any]]:
+    """The tokens of a window's text with their log-probabilities."""
+    tokens = [scored.token for scored in heard.scores]
+    return [
+        {"token": one.text, "logprob": logprob(one.logprob), "bytes": list(one.data)}
+        for one in tokens
+    ]
 
 
 def duration(seconds: float) -> dict[str, Any]:

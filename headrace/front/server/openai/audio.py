@@ -3,11 +3,10 @@ subtitles, with segments, or as it is heard."""
 
 from __future__ import annotations
 
-import math
+import time
 from contextlib import aclosing
 from typing import Any
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 import orjson
@@ -16,48 +15,25 @@ from starlette.responses import PlainTextResponse, Response
 
 from headrace.base.errors import InvalidRequest
 from headrace.front.client.diarized_transcription import check_speakers
-from headrace.front.client.transcription import (
-    Ask,
-    Heard,
-    SpeechModel,
-    SpeechRequest,
-)
+from headrace.front.client.transcription import Ask, Heard, SpeechModel
 from headrace.front.media.log_mel import RATE
 from headrace.front.server.conversation.context import RequestContext, Services
 from headrace.front.server.conversation.own_names import base_of
 from headrace.front.server.conversation.pipeline import streamed
-from headrace.front.server.conversation.speech import asking, duration
+from headrace.front.server.conversation.speech import asking, duration, scores_of
 from headrace.front.server.http.auth import completion_id
-from headrace.front.server.http.forms import Form, read_form
-from headrace.front.server.http.sse import Chunks, until_gone
+from headrace.front.server.http.forms import read_form
+from headrace.front.server.http.sse import DONE, Chunks, until_gone
+from headrace.front.server.openai.audio_form import (
+    DIARIZED,
+    AskedTranscript,
+    asked_of,
+    check_model,
+)
 from headrace.front.text.alignment import TimedWord
 from headrace.front.text.transcript import JoinedText, SpeechSegment, subrip, webvtt
 
-DIARIZED = "diarized_json"
-FORMATS = ("json", "text", "srt", "vtt", "verbose_json", DIARIZED)
-TIMED = ("srt", "vtt", "verbose_json", DIARIZED)
-GRANULARITIES = ("segment", "word")
-FIELDS = {
-    "model",
-    "language",
-    "prompt",
-    "response_format",
-    "temperature",
-    "timestamp_granularities",
-    "stream",
-    "chunking_strategy",
-}
 Samples = npt.NDArray[np.int16]
-
-
-class AskedTranscript(msgspec.Struct, frozen=True, kw_only=True):
-    """The form, checked. `segments`: whether verbose_json tells them."""
-
-    file: bytes
-    speech: SpeechRequest
-    format: str
-    stream: bool
-    segments: bool
 
 
 async def post_transcription(context: RequestContext, request: Request) -> Response:
@@ -84,6 +60,7 @@ async def _post(context: RequestContext, request: Request, *, translates: bool) 
     speech = _check_hears(services)
     services.model_name(model)
     speech.check(asked.speech)
+    check_model(asked, speech)
     if asked.format == DIARIZED:
         check_speakers(speech.tells_speakers)
     response: Response = await until_gone(
@@ -98,83 +75,22 @@ def _check_hears(services: Services) -> SpeechModel:
     return services.speech
 
 
-def asked_of(form: Form, *, translates: bool) -> AskedTranscript:
-    """The fields of a form; InvalidRequest names the one that is wrong."""
-    unknown = sorted(form.fields.keys() - FIELDS)
-    if unknown:
-        raise InvalidRequest(f"{unknown[0][:50]}: is not known here", field=unknown[0][:50])
-    if "file" not in form.files:
-        raise InvalidRequest("file: this field is required", field="file")
-    single = {name: values[-1] for name, values in form.fields.items()}
-    shape = single.get("response_format", "json")
-    if shape not in FORMATS:
-        raise InvalidRequest(
-            f"response_format: {shape[:30]!r} given; allowed: {', '.join(FORMATS)}",
-            field="response_format",
-        )
-    granularities = form.fields.get("timestamp_granularities", [])
-    _check_granularities(granularities, shape)
-    stream = single.get("stream", "false").lower()
-    if stream not in ("true", "false"):
-        raise InvalidRequest(f"stream: {stream[:30]!r} given; true or false", field="stream")
-    if stream == "true" and shape in TIMED:
-        raise InvalidRequest(
-            f"stream: does not go with response_format {shape}; json and text are streamed",
-            field="stream",
-        )
-    return AskedTranscript(
-        file=form.files["file"][1],
-        speech=SpeechRequest(
-            language=single.get("language") or None,
-            translates=translates,
-            prompt=single.get("prompt", ""),
-            temperature=_temperature(single.get("temperature", "0")),
-            times=shape in TIMED,
-            words="word" in granularities,
-        ),
-        format=shape,
-        stream=stream == "true",
-        segments=not granularities or "segment" in granularities,
-    )
-
-
-def _check_granularities(asked: list[str], shape: str) -> None:
-    field = "timestamp_granularities"
-    if asked and shape != "verbose_json":
-        raise InvalidRequest(f"{field}: needs response_format verbose_json", field=field)
-    for one in asked:
-        if one not in GRANULARITIES:
-            raise InvalidRequest(
-                f"{field}: {one[:30]!r} given; allowed: {', '.join(GRANULARITIES)}", field=field
-            )
-
-
-def _temperature(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0.0 <= value <= 1.0:
-        raise InvalidRequest(
-            f"temperature: {text[:30]!r} given; a number from 0 to 1", field="temperature"
-        )
-    return value
-
-
 async def _answer(context: RequestContext, speech: SpeechModel, asked: AskedTranscript) -> Response:
     context.hold_place()
     samples = await speech.read(asked.file)
     context.body_is_read()
     ask = asking(context, completion_id("audio"))
     if asked.stream:
-        return await streamed(context, _chunks(speech, asked, samples, ask))
+        if asked.chunks:
+            return await streamed(context, _chunks(context, speech, asked, samples, ask))
+        return await streamed(context, _events(speech, asked, samples, ask))
     windows, verbose = speech.windows(samples), asked.format == "verbose_json"
     async with aclosing(speech.heard(windows, asked.speech, ask, scores_silence=verbose)) as each:
         heard = [one async for one in each]
     return _written(asked, heard, heard[0].language, len(samples) / RATE)
 
 
-async def _chunks(
+async def _events(
     speech: SpeechModel, asked: AskedTranscript, samples: Samples, ask: Ask
 ) -> Chunks:
     """The text as it is heard: OpenAI's transcript events."""
@@ -185,6 +101,34 @@ async def _chunks(
                 yield _event({"type": "transcript.text.delta", "delta": text})
     usage = duration(len(samples) / RATE)
     yield _event({"type": "transcript.text.done", "text": said.text, "usage": usage})
+
+
+async def _chunks(
+    context: RequestContext,
+    speech: SpeechModel,
+    asked: AskedTranscript,
+    samples: Samples,
+    ask: Ask,
+) -> Chunks:
+    """The text as it is heard, in the objects of vLLM's streams."""
+    head = {
+        "id": completion_id("trsc"),
+        "object": "transcription.chunk",
+        "created": int(time.time()),
+        "model": context.services.model_name(None),
+    }
+    said = JoinedText()
+    async with aclosing(speech.deltas(speech.windows(samples), asked.speech, ask)) as parts:
+        async for part in parts:
+            if text := said.add(part):
+                yield _event(head | {"choices": [_choice(text, None)]})
+    usage = duration(len(samples) / RATE)
+    yield _event(head | {"choices": [_choice("", "stop")], "usage": usage})
+    yield DONE
+
+
+def _choice(text: str, reason: str | None) -> dict[str, Any]:
+    return {"index": 0, "delta": {"content": text}, "finish_reason": reason}
 
 
 def _event(document: dict[str, Any]) -> bytes:
@@ -201,6 +145,10 @@ def _written(asked: AskedTranscript, heard: list[Heard], language: str, seconds:
     if asked.format == "vtt":
         return PlainTextResponse(webvtt(segments), media_type="text/vtt")
     document: dict[str, Any] = {"text": text, "usage": duration(seconds)}
+    if asked.logprobs:
+        document["logprobs"] = [one for each in heard for one in scores_of(each)]
+    if asked.speech.languages:
+        document["languages"] = [{"code": language}]
     if asked.format == DIARIZED:
         document |= {"task": "transcribe", "duration": round(seconds, 3)}
         document["segments"] = [_diarized(i, one) for i, one in enumerate(segments)]

@@ -45,7 +45,7 @@ from headrace.front.server.conversation.frames import (
     while_open,
 )
 from headrace.front.server.conversation.own_names import base_of
-from headrace.front.server.conversation.speech import asking, duration
+from headrace.front.server.conversation.speech import asking, check_scores, duration, scores_of
 from headrace.front.server.http.auth import completion_id, request_id
 from headrace.front.server.http.body_budget import WAIT_S, BodyRoom
 from headrace.front.server.http.failures import Failure, failure_of
@@ -183,6 +183,8 @@ class RealtimeSession:
         if settings.model:
             services.model_name(settings.model)
         self._speech.check(settings.speech)
+        if settings.scores:
+            check_scores(self._speech, "session.include")
         old, self._settings = self._settings, settings
         kept = ("encoding", "rate", "voice")
         if any(getattr(old, name) != getattr(settings, name) for name in kept):
@@ -292,7 +294,8 @@ class RealtimeSession:
                 heard.num_prompt += one.num_prompt
                 heard.num_output += one.num_output
                 if delta := heard.text.add(one.text):
-                    await self._tell(item, delta)
+                    scores = scores_of(one) if item.settings.scores else None
+                    await self._tell(item, delta, scores)
         await self._tell_all(item, heard)
 
     def _windows(self, item: AudioTurn) -> AsyncGenerator[Window, None]:
@@ -301,11 +304,14 @@ class RealtimeSession:
         assert item.sound is not None
         return self._speech.windows_as_they_come(item.sound.chunks())
 
-    async def _tell(self, item: AudioTurn, delta: str) -> None:
+    async def _tell(self, item: AudioTurn, delta: str, scores: list[Json] | None) -> None:
         if item.sound is not None:
             await send_event(self._socket, {"type": "transcription.delta", "delta": delta})
             return
-        await self._send(f"{TRANSCRIPTION}.delta", item_id=item.ident, content_index=0, delta=delta)
+        event: Json = {"item_id": item.ident, "content_index": 0, "delta": delta}
+        if scores is not None:
+            event["logprobs"] = scores
+        await self._send(f"{TRANSCRIPTION}.delta", **event)
 
     async def _tell_all(self, item: AudioTurn, heard: HeardItem) -> None:
         text = heard.text.text

@@ -8,7 +8,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from headrace.base.errors import InvalidRequest, Unsupported
-from headrace.front.client.transcription import SpeechRequest
+from headrace.front.client.speech_request import SpeechRequest, with_keywords
 from headrace.front.media.log_mel import RATE
 from headrace.front.media.voice import VoiceSettings
 from headrace.front.server.http.limits import Name
@@ -25,12 +25,16 @@ class AudioFormat(msgspec.Struct, frozen=True, kw_only=True):
     rate: Annotated[int, Meta(ge=8000, le=48_000)] | None = None
 
 
+SCORES = "item.input_audio_transcription.logprobs"
+
+
 class TranscriptionFields(msgspec.Struct, frozen=True, kw_only=True):
-    """The model and what it is told."""
+    """The model and what it is told; `keywords`: words that may occur."""
 
     model: Name | None = None
     language: Name | None = None
     prompt: Annotated[str, Meta(max_length=64 << 10)] | None = None
+    keywords: Annotated[tuple[Name, ...], Meta(max_length=256)] = ()
 
 
 class TurnDetection(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,6 +65,9 @@ class SessionFields(msgspec.Struct, frozen=True, kw_only=True):
 
     type: Literal["transcription", "realtime"] = "transcription"
     audio: SessionAudio = SessionAudio()
+    include: tuple[Literal["item.input_audio_transcription.logprobs"], ...] | UnsetType | None = (
+        UNSET
+    )
 
 
 class UpdateEvent(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,13 +91,14 @@ class CommitEvent(msgspec.Struct, frozen=True, kw_only=True):
 
 class RealtimeSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What holds in a session. `model`: "" where none has been named; `voice`: None where turns are
-    committed by the client."""
+    committed by the client; `scores`: texts come with the log-probabilities of their tokens."""
 
     model: str = ""
     encoding: str = "audio/pcm"
     rate: int = OPENAI_RATE
     speech: SpeechRequest = SpeechRequest()
     voice: VoiceSettings | None = VoiceSettings()
+    scores: bool = False
 
     def updated(self, fields: SessionFields) -> RealtimeSettings:
         """With what a client sends; InvalidRequest where that is no transcription."""
@@ -104,10 +112,13 @@ class RealtimeSettings(msgspec.Struct, frozen=True, kw_only=True):
         if audio.format is not None:
             changes |= {"encoding": audio.format.type, "rate": _rate(audio.format)}
         if (heard := audio.transcription) is not None:
-            speech = SpeechRequest(language=heard.language or None, prompt=heard.prompt or "")
+            before = with_keywords(heard.prompt or "", heard.keywords)
+            speech = SpeechRequest(language=heard.language or None, prompt=before)
             changes |= {"speech": speech, "model": heard.model or self.model}
         if not isinstance(audio.turn_detection, UnsetType):
             changes["voice"] = _voice(audio.turn_detection)
+        if not isinstance(fields.include, UnsetType):
+            changes["scores"] = bool(fields.include)
         return msgspec.structs.replace(self, **changes)
 
     def of_model(self, model: str) -> RealtimeSettings:
@@ -141,7 +152,7 @@ class RealtimeSettings(msgspec.Struct, frozen=True, kw_only=True):
             "object": "realtime.transcription_session",
             "type": "transcription",
             "audio": {"input": audio},
-            "include": None,
+            "include": [SCORES] if self.scores else None,
         }
 
 
