@@ -386,7 +386,7 @@ class Attention:
             if len(fusible) != len(weights) or qk_norm.after_rope:
                 return None
             weights = [norm.weight_E for norm in fusible]
-        left_out = "qk-rope" in self._scope.unfused
+        left_out = "qk-rope" in self._scope.unfused or bool(rope and rope.by_heads)
         if left_out or self._spec.clip is not None or not self._spec.plain_values:
             return None
         problem = QKRopeWriteProblem(

@@ -19,6 +19,7 @@ import torch
 
 from headrace.back.kernels.rope.op import OP, RopeProblem
 from headrace.back.kernels.rope.op import Rope as Rotate
+from headrace.back.layers.fourier_rope import FourierSeries, rotating_by_heads
 from headrace.back.layers.scope import Scope, not_loaded
 from headrace.base.config.hf import ConfigReader
 from headrace.base.config.resolved import Decision
@@ -50,7 +51,7 @@ class RopeSpec:
 
     R = 2 * len(frequencies) dimensions of each head are rotated, from the first on. `decision` says
     what was fixed by the longest sequence the engine allows; empty if nothing was. `stretch`:
-    learned factors of the frequencies. `halves`: a step's own table may have twice as many columns:
+    learned factors of the frequencies; `series`: learned sums of them. `halves`: a step's own table may have twice as many columns:
     angles of the first dimensions of pairs, then those of the second ones (HunYuanVL's images).
     """
 
@@ -61,12 +62,18 @@ class RopeSpec:
     layout: str = "half"
     decision: str = ""
     stretch: LearnedStretch | None = None
+    series: FourierSeries | None = None
     halves: bool = False
 
     @property
     def rotary_dim(self) -> int:
         """R."""
         return 2 * len(self.frequencies)
+
+    @property
+    def by_heads(self) -> bool:
+        """Whether each KV head has a table of its own, which no kernel with other work takes."""
+        return self.series is not None and self.series.by_heads
 
 
 class Rope:
@@ -92,6 +99,8 @@ class Rope:
         self.rotate = scope.bind(OP, problem)
         if spec.halves:
             self.rotate = _by_halves(self.rotate, spec.rotary_dim)
+        if spec.by_heads:
+            self.rotate = rotating_by_heads(self.rotate)
         if spec not in scope.ledger.tables:
             if spec.decision:
                 why = "cached keys must not depend on how long a request becomes"
@@ -138,6 +147,8 @@ def rope_table(spec: RopeSpec, max_positions: int) -> torch.Tensor:
     if spec.stretch is not None:
         frequencies = frequencies * spec.stretch.factors
     angles = torch.arange(max_positions, dtype=torch.float32)[:, None] * frequencies
+    if spec.series is not None:
+        return spec.series.table(angles) * spec.attention_factor
     return torch.cat((angles.cos(), angles.sin()), dim=-1) * spec.attention_factor
 
 

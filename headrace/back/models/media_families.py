@@ -16,6 +16,7 @@ WITH_MEDIA: Mapping[str, str] = {
     "Qwen3_5ForConditionalGeneration": "qwen3_5",
     "Qwen3_5MoeForConditionalGeneration": "qwen3_5",
     "InternS2PreviewForConditionalGeneration": "qwen3_5",
+    "InternS1ProForConditionalGeneration": "interns1_pro",
     "Glm4vForConditionalGeneration": "glm4v",
     "Glm4vMoeForConditionalGeneration": "glm4v",
     "Glm46VForConditionalGeneration": "glm4v",

@@ -40,11 +40,6 @@ MISSING = (
         needs="its tower before DeepSeek V4",
     ),
     Missing(
-        family="Intern-S1-Pro",
-        names=("InternS1ProForConditionalGeneration",),
-        needs="rotations that are sums of several frequencies (FoPE)",
-    ),
-    Missing(
         family="Inkling's text part alone",
         names=("InklingForCausalLM", "Inkling2ForCausalLM"),
         needs="the whole checkpoint (InklingForConditionalGeneration)",

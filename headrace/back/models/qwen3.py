@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from headrace.back.layers.attention import AttentionSpec, QKNorm
 from headrace.back.layers.mlp import GATED_MLP, FeedForwardSpec
-from headrace.back.layers.rope import read_rope
+from headrace.back.layers.rope import RopeSpec, read_rope
 from headrace.back.layers.scope import Scope
 from headrace.back.models.blocks import (
     Decoder,
@@ -34,10 +34,11 @@ def qwen3_decoder(
     *,
     default_theta: float = 10_000.0,
     ignored: tuple[str, ...] = (),
+    rope: RopeSpec | None = None,
 ) -> Decoder:
-    """The decoder with a feed-forward for each layer."""
+    """The decoder with a feed-forward for each layer. `rope`: None: as the config says."""
     bias = config.bool("attention_bias", False)
-    rope = read_rope(
+    rope = rope or read_rope(
         config,
         head_dim=sizes.head_dim,
         max_positions=scope.max_positions,

@@ -16,6 +16,7 @@ from headrace.back.kernels.native.library import (
 from headrace.back.kernels.op import Kernel
 from headrace.back.kernels.route.op import (
     CHOSEN_SIGMOID,
+    EACH,
     SPARSEMIXER,
     SQRT_SOFTPLUS,
     Route,
@@ -62,6 +63,8 @@ def bind_with(
 
 
 def _supports(problem: RouteProblem) -> str | None:
+    if problem.group_score == EACH:
+        return "chooses from the best groups, not from each"
     if problem.experts > MAX_EXPERTS or problem.groups > MAX_GROUPS:
         return f"knows {MAX_EXPERTS} experts and {MAX_GROUPS} groups at most"
     return unsupported(problem.device, torch.float32)

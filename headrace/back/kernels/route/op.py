@@ -8,7 +8,8 @@ A token's scores are softmax or sigmoid of its X logits, or sqrt(softplus(logit)
 last of DeepSeek V4). The `top_k` best are chosen by
 score + bias, whose bias (float32, None: there is none) only chooses (DeepSeek-V3, section 2.1.2).
 With `groups` g > 1 the experts are g equal groups, of which only the best `kept_groups` are chosen
-from: a group is worth its best expert ("max") or the sum of its best two ("top2"). Weights are the
+from: a group is worth its best expert ("max") or the sum of its best two ("top2"); with `each` as
+`group_score` top_k / g are chosen from each group (Intern-S1-Pro). Weights are the
 scores of the chosen, divided by their sum with `renormalize`, times `scale`; with `softmax_chosen`
 the softmax of the chosen logits instead. The lower index wins among equals.
 
@@ -37,6 +38,7 @@ Route = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 SPARSEMIXER = "sparsemixer"
 CHOSEN_SIGMOID = "chosen_sigmoid"
 SQRT_SOFTPLUS = "sqrt_softplus"
+EACH = "each"
 SUM_EPS = 1e-20
 """Added to the sum that renormalized weights are divided by."""
 
@@ -129,6 +131,10 @@ def _sparsemixer(
 def _within_groups(problem: RouteProblem, choice_TX: torch.Tensor) -> torch.Tensor:
     """-Inf outside the best groups."""
     choice_TgX = choice_TX.unflatten(1, (problem.groups, -1))
+    if problem.group_score == EACH:
+        order_TgX = choice_TgX.sort(dim=2, descending=True, stable=True).indices
+        dropped_TgK = order_TgX[:, :, problem.top_k // problem.groups :]
+        return choice_TgX.scatter(2, dropped_TgK, float("-inf")).flatten(1)
     if problem.group_score == "top2":
         worth_Tg = choice_TgX.topk(min(2, choice_TgX.shape[2]), dim=2).values.sum(2)
     else:

@@ -9,6 +9,7 @@ import triton.language as tl
 from headrace.back.kernels.op import Kernel
 from headrace.back.kernels.route.op import (
     CHOSEN_SIGMOID,
+    EACH,
     SPARSEMIXER,
     SQRT_SOFTPLUS,
     SUM_EPS,
@@ -152,6 +153,8 @@ def bind(problem: RouteProblem, bias_X: torch.Tensor | None = None) -> Route:
 
 
 def _supports(problem: RouteProblem) -> str | None:
+    if problem.group_score == EACH:
+        return "chooses from the best groups, not from each"
     if problem.experts > MAX_EXPERTS or problem.groups > MAX_GROUPS:
         return f"knows {MAX_EXPERTS} experts and {MAX_GROUPS} groups at most"
     return unsupported(problem.device, torch.float32)

@@ -93,7 +93,7 @@ _APART = {**UNNAMED, **ENCODER_DECODERS}
 _READERS = {**CUT_FAMILIES, **SQUARE_FAMILIES, **RATIO_FAMILIES, **IDEFICS_FAMILIES}
 _STAMPED: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "lfm3_vl"), ()),
-    "intern_s2_preview": (),
+    **dict.fromkeys(("intern_s2_preview", "interns1_pro"), ()),
     "cohere_compass": ("<|VISION_START|>", "<|VISION_END|>"),
 }
 """Whose frames stand behind their times, and the marks around them where they are not Qwen's."""
