@@ -35,7 +35,7 @@ class KeptType:
 
 
 def _repeated(unpack: Callable[[U8], vectors.WholeNumbers]) -> Callable[[U8], vectors.WholeNumbers]:
-    """With the scale of 256 values for each half of them."""
+    """With each scale for both halves of what shares it."""
 
     def both(blocks: U8) -> vectors.WholeNumbers:
         values, scales = unpack(blocks)
@@ -62,14 +62,17 @@ def _e4m3() -> F32:
 
 E4M3 = _e4m3()
 KEPT_TYPES = {
-    "IQ1_S": KeptType(scheme="int8-g32", bits=8, group=32, unpack=vectors.iq1_s),
-    "IQ2_XXS": KeptType(scheme="int8-g32", bits=8, group=32, unpack=vectors.iq2_xxs),
-    "IQ3_XXS": KeptType(scheme="int8-g32", bits=8, group=32, unpack=vectors.iq3_xxs),
-    "IQ3_S": KeptType(scheme="int8-g32", bits=8, group=32, unpack=vectors.iq3_s),
+    "IQ1_S": KeptType(scheme="iq2", bits=8, group=16, unpack=_repeated(vectors.iq1_s)),
+    "IQ1_M": KeptType(scheme="iq2", bits=8, group=16, unpack=vectors.iq1_m),
+    "IQ2_XXS": KeptType(scheme="iq2", bits=8, group=16, unpack=_repeated(vectors.iq2_xxs)),
+    "IQ2_XS": KeptType(scheme="iq2", bits=8, group=16, unpack=vectors.iq2_xs),
+    "IQ2_S": KeptType(scheme="iq2", bits=8, group=16, unpack=vectors.iq2_s),
+    "IQ3_XXS": KeptType(scheme="iq3-xxs", bits=8, group=32, unpack=vectors.iq3_xxs),
+    "IQ3_S": KeptType(scheme="iq3-s", bits=8, group=32, unpack=vectors.iq3_s),
     "TQ1_0": KeptType(scheme="int4-g128", bits=4, group=128, unpack=_repeated(vectors.tq1_0)),
     "TQ2_0": KeptType(scheme="int4-g128", bits=4, group=128, unpack=_repeated(vectors.tq2_0)),
     "Q1_0": KeptType(scheme="int4-g128", bits=4, group=128, unpack=vectors.q1_0),
     "Q2_0": KeptType(scheme="int4-g64", bits=4, group=64, unpack=vectors.q2_0),
     "NVFP4": KeptType(scheme="nvfp4", bits=4, group=16, unpack=_nvfp4),
 }
-"""By name. Types whose scales are of 16 values have no scheme of 8 bits, and become floats."""
+"""By name."""

@@ -42,9 +42,12 @@ INT8_ASYMMETRIC = {
     for name, group in (("int8-asym", 32), ("int8-asym-g64", 64), ("int8-asym-g128", 128))
 }
 """8-bit integers with a zero point, or a float that is added, for so many inputs: CPUs only."""
+VECTORS = {name: Scheme(name, 4, layout.part) for name, layout in blocks.VECTOR_LAYOUTS.items()}
+"""Whole numbers of GGUF's IQ types, by their levels: CPUs only."""
 PANEL_SCHEMES = {
     **SCHEMES,
     **INT8_ASYMMETRIC,
+    **VECTORS,
     BLOCKS: ONLINE_SCHEMES["fp8-block"],
     MICROSCALED: ONLINE_SCHEMES["mxfp8"],
     NVFP4: ONLINE_SCHEMES["nvfp4"],

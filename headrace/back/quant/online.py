@@ -13,6 +13,7 @@ from headrace.back.kernels.linear_blocks.layout import (
     MXFP4,
     NVFP4,
     ONLINE_LAYOUTS,
+    VECTOR_LAYOUTS,
     BlockLayout,
     BlockWeight,
     Segment,
@@ -66,6 +67,8 @@ def layout_of(scheme: Scheme) -> BlockLayout | None:
     """How a scheme lies in blocks; None: it has a `row_form`."""
     if row_form(scheme) is not None:
         return None
+    if scheme.name in VECTOR_LAYOUTS:
+        return VECTOR_LAYOUTS[scheme.name]
     if scheme.floating:
         return NVFP4 if scheme.outer else MXFP4
     kind = f"int{scheme.bits}{'-asym' if scheme.asymmetric else ''}"

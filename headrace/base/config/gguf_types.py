@@ -63,10 +63,10 @@ TYPES: Final[Mapping[int, GGUFType]] = {
 }
 
 KEPT_BITS: Final[Mapping[str, float]] = {
-    **dict.fromkeys(("IQ1_S", "IQ2_XXS", "IQ3_XXS", "IQ3_S"), 8.5),
+    **dict.fromkeys(("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S"), 5),
+    **dict.fromkeys(("IQ3_XXS", "IQ3_S"), 4.5),
     **dict.fromkeys(("TQ1_0", "TQ2_0", "Q1_0"), 4.125),
     "Q2_0": 4.25,
-    **dict.fromkeys(("IQ1_M", "IQ2_XS", "IQ2_S"), 16),
 }
-"""Bits of an element once loaded, of types that no kernel reads as they are (the last row on CPUs;
-GPUs keep 9)."""
+"""Bits of an element once loaded, of types that no kernel reads as they are (on CPUs;
+GPUs keep 8.5 or 9 of the IQ types)."""

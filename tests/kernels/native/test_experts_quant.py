@@ -20,7 +20,7 @@ from tests.kernels.mixture import beside_error, experts_problem
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-MINIMA = ("int8-asym-g32", "int8-asym-g64", "int8-asym-g128")
+RARE = ("int8-asym-g32", "int8-asym-g64", "int8-asym-g128", "iq3-xxs", "iq3-s")
 
 
 def problem_of(form, dtype, activation="silu", odd=False):
@@ -71,14 +71,14 @@ def test_what_adapters_add_goes_in_front_of_the_activation(newest, form):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", MINIMA)
-def test_eight_bits_with_minima_equal_the_definition(library, form):
+@pytest.mark.parametrize("form", RARE)
+def test_what_checkpoints_alone_store_equals_the_definition(library, form):
     test_equals_the_definition_in_every_form(library, form, torch.bfloat16)
 
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("form", [form for form in FORMS if form not in MINIMA])
+@pytest.mark.parametrize("form", [form for form in FORMS if form not in RARE])
 def test_equals_the_definition_in_every_form(library, form, dtype):
     problem = problem_of(form, dtype)
     weights = weights_of(problem)

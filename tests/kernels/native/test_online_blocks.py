@@ -9,6 +9,7 @@ from headrace.back.kernels.embedding_blocks.op import EmbeddingBlocksProblem
 from headrace.back.kernels.linear_blocks import op
 from headrace.back.kernels.linear_blocks.layout import (
     ONLINE_LAYOUTS,
+    VECTOR_LAYOUTS,
     BlockWeight,
     dequantize_rows,
     empty_segment,
@@ -28,6 +29,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SCHEMES = ONLINE_SCHEMES
 GROUPED = [name for name, scheme in SCHEMES.items() if layout_of(scheme)]
 INTEGERS = [name for name in GROUPED if not SCHEMES[name].floating]
+USUAL = ("int8-asym-g64", "iq2")
 # rows, outputs, inputs: below, at and above every tile, panel, group and block width
 SIZES = [(1, 1, 1), (1, 63, 7), (1, 64, 64), (2, 65, 33), (3, 130, 31), (5, 37, 100), (7, 128, 96), (9, 64, 320),
          (17, 96, 192), (33, 200, 257), (67, 70, 130)]  # fmt: skip
@@ -55,13 +57,16 @@ def test_every_grouped_scheme_has_a_coding_and_every_coding_a_scheme():
 @pytest.mark.parametrize(
     ("layout", "dtype"),
     [
-        pytest.param(f"int8-asym-g{group}", dtype, marks=mark)
-        for group in (32, 64, 128)
+        pytest.param(
+            layout,
+            dtype,
+            marks=() if dtype is torch.bfloat16 and layout in USUAL else pytest.mark.slow,
+        )
+        for layout in (*(f"int8-asym-g{group}" for group in (32, 64, 128)), *VECTOR_LAYOUTS)
         for dtype in DTYPES
-        for mark in ([pytest.mark.slow] if (group, dtype) != (64, torch.bfloat16) else [()])
     ],
 )
-def test_eight_bits_with_minima_equal_the_definition(library, layout, dtype):
+def test_what_checkpoints_alone_store_equals_the_definition(library, layout, dtype):
     for rows, outputs, inputs in SIZES:
         kinds = ((layout, outputs),)
         asked = LinearBlocksProblem(
@@ -71,6 +76,19 @@ def test_eight_bits_with_minima_equal_the_definition(library, layout, dtype):
         x = values(rows, inputs + 8, dtype=dtype)[:, 4:-4]
         exact = defined(asked, weight, bias, x)
         close(bind_with(library, asked, weight, bias)(x), exact, dtype)
+
+
+@pytest.mark.parametrize("name", VECTOR_LAYOUTS)
+def test_levels_of_vectors_lie_as_they_are_written(name):
+    """Their magnitudes from the lowest number on, then the same below 0."""
+    layout = VECTOR_LAYOUTS[name]
+    levels = torch.tensor(layout.levels, dtype=torch.int8)
+    segment = empty_segment(layout, 64, 32)
+    wanted = levels[torch.randint(0, 16, (64, 32), generator=torch.Generator().manual_seed(1))]
+    scales = torch.full((64, 32 // layout.part), 0.5)
+    write_quantized(segment, 0, wanted, scales, None)
+    found, read, _ = read_rows(segment, torch.arange(64))
+    assert torch.equal(found.to(torch.int8), wanted) and torch.equal(read, scales)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

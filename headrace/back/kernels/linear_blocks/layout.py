@@ -39,6 +39,16 @@ E2M1_LEVELS = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 below 2^-124, which count as 0."""
 
 
+def _signed(*sizes: int) -> tuple[int, ...]:
+    return (*sizes, *(-size for size in sizes))
+
+
+IQ2_LEVELS = _signed(0, 1, 7, 8, 9, 25, 43, 0)
+IQ3_XXS_LEVELS = _signed(4, 12, 20, 28, 36, 44, 52, 62)
+IQ3_S_LEVELS = _signed(1, 3, 5, 7, 9, 11, 13, 15)
+"""What the vectors of GGUF's IQ types are made of: IQ1 and IQ2 (eighths), IQ3."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class BlockLayout:
     """A way to value weights. `number` is that of the native kernels; a block of `block` inputs
@@ -181,7 +191,17 @@ NVFP4 = BlockLayout(name="nvfp4", number=22, block=32, size=0, part=16, bits=4, 
                     dtype=torch.bfloat16, scaled_parts=True)  # fmt: skip
 """Scales of 16 inputs, which are e4m3 numbers times one for all, are rounded to bfloat16."""
 ONLINE_LAYOUTS[NVFP4.name] = NVFP4
-LAYOUTS = STORED_LAYOUTS | ONLINE_LAYOUTS
+VECTOR_LAYOUTS: dict[str, BlockLayout] = {
+    name: BlockLayout(name=name, number=number, block=32, size=0, part=part, bits=4, levels=levels,
+                      dtype=torch.bfloat16, scaled_parts=part < 32)
+    for number, name, part, levels in (
+        (26, "iq2", 16, IQ2_LEVELS),
+        (27, "iq3-xxs", 32, IQ3_XXS_LEVELS),
+        (28, "iq3-s", 32, IQ3_S_LEVELS),
+    )
+}  # fmt: skip
+"""GGUF's IQ types, whose vectors are looked up while they load; "iq2" holds IQ1 and IQ2."""
+LAYOUTS = STORED_LAYOUTS | ONLINE_LAYOUTS | VECTOR_LAYOUTS
 
 
 @dataclass(frozen=True, eq=False)

@@ -55,6 +55,10 @@ using IQ4_XS = Coding<11, 256, 32, 4, 128, false, true, true>;
 using MXFP4 = Coding<21, 32, 32, 4, 128, false, false, true, e8m0>;
 // As NVFP4, with scales rounded to bfloat16.
 using E2m1 = Coding<22, 32, 16, 4, 128, false, false, true, bf16>;
+// The numbers of GGUF's IQ types, vectors looked up: IQ1 and IQ2, IQ3_XXS, IQ3_S.
+using Iq2 = Coding<26, 32, 16, 4, 128, false, false, true, bf16>;
+using Iq3Xxs = Coding<27, 32, 32, 4, 128, false, false, true, bf16>;
+using Iq3S = Coding<28, 32, 32, 4, 128, false, false, true, bf16>;
 // Made while a plain checkpoint loads: a group of inputs with a bfloat16 scale, and a minimum where values are asymmetric.
 template <int NUMBER, int GROUP>
 using Int8 = Coding<NUMBER, GROUP, GROUP, 8, 128, false, false, false, bf16>;
@@ -97,6 +101,9 @@ HR_INLINE bool with_coding(int64_t number, Function f) {
     case 23: f(Int8Asymmetric<23, 32>{}); return true;
     case 24: f(Int8Asymmetric<24, 64>{}); return true;
     case 25: f(Int8Asymmetric<25, 128>{}); return true;
+    case 26: f(Iq2{}); return true;
+    case 27: f(Iq3Xxs{}); return true;
+    case 28: f(Iq3S{}); return true;
     default: return false;
   }
 }
@@ -127,11 +134,21 @@ constexpr int64_t group_bytes() { return scale_bytes<C>() + C::bits * kPlane; }
 template <class C>
 constexpr int64_t super_bytes() { return header_bytes<C>() + C::block / 32 * group_bytes<C>(); }
 
-// The levels of table codings plus 128: -127, -104, ... 113, and twice the e2m1 numbers (scales are half as large).
+// The levels of table codings plus 128: -127, -104, ... 113, twice the e2m1 numbers (scales are half as large), and the
+// magnitudes of GGUF's IQ types, then the same below 0.
 alignas(16) constexpr uint8_t kLevels[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
 alignas(16) constexpr uint8_t kLevelsE2m1[16] = {128, 129, 130, 131, 132, 134, 136, 140, 128, 127, 126, 125, 124, 122, 120, 116};
+alignas(16) constexpr uint8_t kLevelsIq2[16] = {128, 129, 135, 136, 137, 153, 171, 128, 128, 127, 121, 120, 119, 103, 85, 128};
+alignas(16) constexpr uint8_t kLevelsIq3Xxs[16] = {132, 140, 148, 156, 164, 172, 180, 190, 124, 116, 108, 100, 92, 84, 76, 66};
+alignas(16) constexpr uint8_t kLevelsIq3S[16] = {129, 131, 133, 135, 137, 139, 141, 143, 127, 125, 123, 121, 119, 117, 115, 113};
 template <class C>
-constexpr const uint8_t* levels_of() { return C::number == MXFP4::number || C::number == E2m1::number ? kLevelsE2m1 : kLevels; }
+constexpr const uint8_t* levels_of() {
+  return C::number == MXFP4::number || C::number == E2m1::number ? kLevelsE2m1
+         : C::number == Iq2::number                               ? kLevelsIq2
+         : C::number == Iq3Xxs::number                            ? kLevelsIq3Xxs
+         : C::number == Iq3S::number                              ? kLevelsIq3S
+                                                                  : kLevels;
+}
 
 template <class C>
 HR_INLINE I look_up(I quantized) {

@@ -44,6 +44,11 @@ def random_rows(name: str, rows: int, columns: int) -> np.ndarray:
     raw = generator.integers(0, 256, (rows, columns // kind.block, kind.size), dtype=np.uint8)
     if name == "NVFP4":
         raw[..., :4] = generator.integers(8, 60, raw[..., :4].shape)
+    elif name == "IQ1_M":  # a float16 in the upper halves of four words
+        scales = (generator.random(raw.shape[:2]) * 0.01).astype(np.float16).view(np.uint16)
+        for i in range(4):
+            nibble = (scales >> 4 * i & 15).astype(np.uint8)
+            raw[..., 49 + 2 * i] = raw[..., 49 + 2 * i] & 15 | nibble << 4
     else:
         at = HALF_AT.get(name, 0)
         scales = generator.random((*raw.shape[:2], 1)).astype(np.float16) * np.float16(0.01)
@@ -110,7 +115,7 @@ def test_packed_numbers_are_those_of_the_file(
 @pytest.mark.skipif(
     native.unsupported("cpu", torch.float32) is not None, reason="no native kernels"
 )
-@pytest.mark.parametrize("name", ["IQ3_S", "TQ1_0", "NVFP4"])
+@pytest.mark.parametrize("name", ["IQ1_M", "IQ2_XS", "IQ3_S", "TQ1_0", "NVFP4"])
 def test_logits_are_those_of_the_widened_weights(name: str, tmp_path: Path) -> None:
     spec = gguf_spec(file_of(tmp_path / "m.gguf", name))
     model, report = load_model(spec, mesh=Mesh(), device=CPU, block_tokens=16)
@@ -127,7 +132,7 @@ def test_logits_are_those_of_the_widened_weights(name: str, tmp_path: Path) -> N
 @pytest.mark.skipif(
     native.unsupported("cpu", torch.float32) is not None, reason="no native kernels"
 )
-@pytest.mark.parametrize("name", ["IQ3_S", "TQ2_0"])
+@pytest.mark.parametrize("name", ["IQ2_S", "IQ3_S", "TQ2_0"])
 def test_the_plan_counts_what_narrow_types_take_once_loaded(name: str, tmp_path: Path) -> None:
     path = file_of(tmp_path / "m.gguf", name)
     facts = read_model_facts(LocatedModel(path=path, name="m", format="gguf"))
@@ -142,7 +147,7 @@ def test_the_plan_counts_what_narrow_types_take_once_loaded(name: str, tmp_path:
 @pytest.mark.skipif(
     native.unsupported("cpu", torch.float32) is not None, reason="no native kernels"
 )
-@pytest.mark.parametrize("name", ["IQ2_XXS", "NVFP4"])
+@pytest.mark.parametrize("name", ["IQ2_S", "IQ3_XXS", "NVFP4"])
 def test_experts_stay_quantized_too(name: str, tmp_path: Path) -> None:
     oracle = tiny_model("qwen3moe", hidden_size=256, moe_intermediate_size=256)
     count = oracle.config.num_experts
