@@ -51,8 +51,9 @@ class RopeSpec:
 
     R = 2 * len(frequencies) dimensions of each head are rotated, from the first on. `decision` says
     what was fixed by the longest sequence the engine allows; empty if nothing was. `stretch`:
-    learned factors of the frequencies; `series`: learned sums of them. `halves`: a step's own table may have twice as many columns:
-    angles of the first dimensions of pairs, then those of the second ones (HunYuanVL's images).
+    learned factors of the frequencies; `series`: learned sums of them. `halves`: a step's own table
+    may have twice as many columns: angles of the first dimensions of pairs, then those of the
+    second ones (HunYuanVL's images).
     """
 
     kind: str
