@@ -1,6 +1,7 @@
 """Replays a module of a run, a linear layer or all below a name (an attention, a layer): what goes
 into its linear layers and comes out is captured while a text goes through the model, and the text
-goes through the same model again with these layers as other schemes hold them.
+goes through the same model again with these layers as other schemes hold them, or as another device
+computes them.
 
 All that stands before the module is as it was, so the errors are its own.
 """
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 import msgspec
 import torch
 
+from headrace.back.kernels.linear.op import Linear
 from headrace.back.layers.observed import ObservedLinears
 from headrace.back.models.load import load_model
 from headrace.back.models.protocol import LoadableModel
@@ -23,7 +25,7 @@ from headrace.base.config.resolved import ModelSpec
 from headrace.base.errors import ConfigError
 
 BLOCK_TOKENS = 16
-
+CPU = torch.device("cpu")
 
 Layers = dict[tuple[str, ...], torch.Tensor]
 """Outputs y_TO of linear layers, by the names of the weights whose outputs lie side by side, in
@@ -74,10 +76,10 @@ def capture(spec: ModelSpec, module: str, ids: Sequence[int]) -> ModuleRun:
 
 
 def replay(
-    spec: ModelSpec, captured: ModuleRun, scheme: str | None
+    spec: ModelSpec, captured: ModuleRun, scheme: str | None, device: torch.device = CPU
 ) -> dict[tuple[str, ...], Replayed]:
-    """The module's linear layers as `scheme` holds them, all else as it ran; None: they too. Errors
-    by the names of their weights."""
+    """The module's linear layers as `scheme` holds them (None: as they are stored) on `device`, all
+    else on the CPU as it ran. Errors by the names of their weights."""
     outputs: Layers = {}
 
     def see(names: tuple[str, ...], x_TI: torch.Tensor, y_TO: torch.Tensor) -> None:
@@ -86,10 +88,16 @@ def replay(
 
     observed, others = ObservedLinears(see), ObservedLinears(lambda names, x_TI, y_TO: None)
     model = _loaded(spec, observed)
-    _loaded(msgspec.structs.replace(spec, quantization=scheme), others)
-    observed.gemms.update({names: others.gemms[names] for names in captured.outputs})
+    _loaded(msgspec.structs.replace(spec, quantization=scheme), others, device)
+    gemms = {names: _from_host(others.gemms[names], device) for names in captured.outputs}
+    observed.gemms.update(gemms)
     _run(spec, model, captured.ids)
     return {names: _errors(outputs[names], y_TO) for names, y_TO in captured.outputs.items()}
+
+
+def _from_host(gemm: Linear, device: torch.device) -> Linear:
+    """The product of inputs on the CPU, where its results go back to."""
+    return gemm if device == CPU else lambda x_TI: gemm(x_TI.to(device)).to(CPU)
 
 
 def _belongs(name: str, module: str) -> bool:
@@ -110,12 +118,10 @@ def _errors(ours_TO: torch.Tensor, captured_TO: torch.Tensor) -> Replayed:
     )
 
 
-def _loaded(spec: ModelSpec, observed: ObservedLinears) -> LoadableModel:
+def _loaded(
+    spec: ModelSpec, observed: ObservedLinears, device: torch.device = CPU
+) -> LoadableModel:
     model, _ = load_model(
-        spec,
-        mesh=Mesh(),
-        device=torch.device("cpu"),
-        block_tokens=BLOCK_TOKENS,
-        adapters=observed,
+        spec, mesh=Mesh(), device=device, block_tokens=BLOCK_TOKENS, adapters=observed
     )
     return model

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
@@ -58,6 +59,31 @@ def test_a_whole_module_is_replayed_and_what_stands_before_it_is_as_it_was(
     assert 0 < errors[last].relative < 0.6
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+def test_layers_on_a_gpu_give_what_they_gave_on_the_cpu(tmp_path: Path) -> None:
+    save_oracle(tiny_config("qwen3"), tmp_path)
+    spec = model_spec(tmp_path)
+    half = msgspec.structs.replace(spec, dtype="bfloat16")
+    for of, scheme, most in ((spec, None, 1e-4), (half, None, 0.02), (half, "int8", 0.1)):
+        captured = capture(of, MODULE, IDS)
+        errors = replay(of, captured, scheme, torch.device("cuda"))
+        assert set(errors) == set(captured.outputs)
+        assert all(one.relative < most for one in errors.values()), (scheme, errors)
+
+
+def test_products_elsewhere_take_and_give_tensors_of_the_cpu(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The other device is played by the CPU under another name."""
+    save_oracle(tiny_config("qwen3"), tmp_path)
+    spec = model_spec(tmp_path)
+    captured = capture(spec, MODULE, IDS)
+    monkeypatch.setattr("headrace.launch.replay.CPU", torch.device("cpu", 0))
+    ((_, errors),) = replay(spec, captured, None, torch.device("cpu")).items()
+    assert errors.largest == 0.0
+
+
 def test_a_layer_that_is_not_there_is_refused_with_names(tmp_path: Path) -> None:
     save_oracle(tiny_config("qwen3"), tmp_path)
     with pytest.raises(
@@ -71,5 +97,8 @@ def test_the_command_prints_a_row_for_each_scheme(capsys: pytest.CaptureFixture[
     assert main([model, "--module", MODULE, "--schemes", "int8,int4-g64"]) == 0
     words = capsys.readouterr().out
     assert "as it ran" in words and "int8" in words and "int4-g64" in words
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match="--on cuda: PyTorch finds no CUDA GPU"):
+            main([model, "--module", MODULE, "--on", "cuda"])
     with pytest.raises(ConfigError, match="--schemes: 'int3'"):
         main([model, "--module", MODULE, "--schemes", "int3"])
