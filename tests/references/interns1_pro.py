@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.references.mixture_parts import SIZES, attention_shapes, experts, mlp_shapes, run
-from tests.references.plain import Tensors, attended, norm, of_layer, random_tensors
+from tests.references.plain import Tensors, attended, norm, random_tensors
 
 TURNING = 3
 """Of the 4 pairs of a head: the last turns less than once in 128 positions."""
