@@ -9,13 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from headrace.back.executor.inline import InlineExecutor
+from headrace.back.models.registry import build_model
+from headrace.back.parallel.mesh import Mesh
 from headrace.base.config.resolved import DeviceSpec, EngineSpec, KVSpec, SchedulerSpec
 from headrace.base.errors import CheckpointError
 from headrace.base.wire.request import EngineRequest, RowSampling, StopRules
 from headrace.core.core import EngineCore
-from tests.models.oracle import load_ours, model_spec, save_oracle
+from tests.models.oracle import BLOCK_TOKENS, load_ours, model_spec, save_oracle
 from tests.models.test_parity import tiny_config
 
 FAMILIES = (
@@ -101,3 +104,36 @@ def test_more_choices_than_experts_are_refused_by_key(tmp_path: Path) -> None:
     save_oracle(tiny_config("mixtral"), tmp_path)
     with pytest.raises(CheckpointError, match="num_experts_per_tok"):
         load_ours(model_spec(tmp_path, num_experts_per_tok=6))
+
+
+def built(name: str, folder: Path, **changes: Any) -> None:
+    """An empty model of the case."""
+    config = tiny_config(name)
+    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
+    config.save_pretrained(folder)
+    spec = model_spec(folder, **changes)
+    build_model(spec, mesh=Mesh(), device=torch.device("meta"), block_tokens=BLOCK_TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value", "known"),
+    [
+        ("deepseek-v3", "scoring_func", "softmax", "sigmoid"),
+        ("glm4-moe", "topk_method", "greedy", "noaux_tc"),
+        ("minimax-m2", "scoring_func", "softmax", "sigmoid"),
+        ("kimi-linear", "moe_router_activation_func", "softmax", "sigmoid"),
+        ("deepseek-v2", "scoring_func", "sigmoid", "softmax"),
+    ],
+)
+def test_scores_that_a_router_does_not_have_are_refused_by_key(
+    name: str, key: str, value: str, known: str, tmp_path: Path
+) -> None:
+    """Published configs state them; transformers' classes do not read them."""
+    with pytest.raises(CheckpointError, match=rf"{key} is '{value}'.*{known}"):
+        built(name, tmp_path, **{key: value})
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", "axk1"])
+def test_a_router_may_state_what_it_is(name: str, tmp_path: Path) -> None:
+    method = "noaux_tc" if name == "deepseek-v3" else "greedy"
+    built(name, tmp_path, scoring_func="sigmoid", topk_method=method)

@@ -18,7 +18,7 @@ from headrace.back.models.blocks import (
     read_sizes,
     read_windows,
 )
-from headrace.back.models.moe import feed_forwards
+from headrace.back.models.moe import feed_forwards, scored_by
 from headrace.base.config.hf import ConfigReader
 
 PLACEMENT = NormPlacement(
@@ -71,7 +71,7 @@ def _mixture(config: ConfigReader) -> MixtureSpec:
         router=RouterSpec(
             experts=experts,
             top_k=config.int("num_experts_per_tok", 6, ge=1, le=experts),
-            score="sigmoid",
+            score=scored_by(config, "sigmoid"),
             renormalize=True,
             scale=config.float("route_scale", 1.0),
             name="router.gate",

@@ -15,7 +15,7 @@ from headrace.back.models.blocks import (
     read_sizes,
     read_windows,
 )
-from headrace.back.models.moe import divided, feed_forwards
+from headrace.back.models.moe import divided, feed_forwards, scored_by
 from headrace.base.config.hf import ConfigReader
 
 DENSE = (0, 1)
@@ -63,7 +63,7 @@ def _mixture(config: ConfigReader) -> MixtureSpec:
         router=RouterSpec(
             experts=experts,
             top_k=config.int("num_experts_per_tok", 6, ge=1, le=experts),
-            score="sigmoid",
+            score=scored_by(config, "sigmoid"),
             renormalize=config.bool("norm_topk_prob", True),
         ),
         inner=inner,

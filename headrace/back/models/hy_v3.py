@@ -6,7 +6,7 @@ from __future__ import annotations
 from headrace.back.layers.moe.mixture import MixtureSpec, RouterSpec, SharedSpec
 from headrace.back.layers.scope import Scope
 from headrace.back.models.blocks import Decoder, read_sizes
-from headrace.back.models.moe import feed_forwards, sparse_by_type
+from headrace.back.models.moe import feed_forwards, scored_by, sparse_by_type
 from headrace.back.models.qwen3 import qwen3_decoder
 from headrace.base.config.hf import ConfigReader
 
@@ -30,7 +30,7 @@ def _mixture(config: ConfigReader) -> MixtureSpec:
         router=RouterSpec(
             experts=experts,
             top_k=config.int("num_experts_per_tok", 8, ge=1, le=experts),
-            score="sigmoid",
+            score=scored_by(config, "sigmoid"),
             renormalize=True,
             scale=config.float("router_scaling_factor", 1.0),
             name="router.gate",

@@ -18,7 +18,7 @@ from headrace.back.models.blocks import (
     read_sizes,
     read_windows,
 )
-from headrace.back.models.moe import divided, feed_forwards, sparse_by_type
+from headrace.back.models.moe import divided, feed_forwards, scored_by, sparse_by_type
 from headrace.base.config.hf import ConfigReader
 
 THETAS = {"full_attention": 500_000.0, "sliding_attention": 10_000.0}
@@ -98,7 +98,7 @@ def _mixture(config: ConfigReader) -> MixtureSpec:
         router=RouterSpec(
             experts=experts,
             top_k=config.int("num_experts_per_tok", 8, ge=1, le=experts),
-            score="sigmoid",
+            score=scored_by(config, "sigmoid"),
             renormalize=True,
             scale=config.float("moe_routed_scaling_factor", 1.0),
             bias_name="experts.e_score_correction_bias",

@@ -7,6 +7,7 @@ from headrace.back.layers.scope import Scope
 from headrace.back.models.blocks import Decoder, DecoderSpec, LayerSpec
 from headrace.back.models.lfm2 import MLP, NAMES, PLACEMENT, lfm2_mixers, lfm2_sizes
 from headrace.back.models.mixtral import LAYOUT
+from headrace.back.models.moe import scored_by
 from headrace.base.config.hf import ConfigReader
 
 
@@ -18,7 +19,7 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
         router=RouterSpec(
             experts=experts,
             top_k=config.int("num_experts_per_tok", 4, ge=1, le=experts),
-            score="sigmoid",
+            score=scored_by(config, "sigmoid"),
             renormalize=config.bool("norm_topk_prob", True),
             scale=config.float("routed_scaling_factor", 1.0),
             bias_name="expert_bias" if config.bool("use_expert_bias", True) else None,

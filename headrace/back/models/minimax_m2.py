@@ -9,6 +9,7 @@ from headrace.back.layers.rope import read_rope
 from headrace.back.layers.scope import Scope
 from headrace.back.models.blocks import Decoder, DecoderSpec, LayerSpec, plain_attention, read_sizes
 from headrace.back.models.mixtral import LAYOUT
+from headrace.back.models.moe import scored_by
 from headrace.base.config.hf import ConfigReader
 
 THETA = 5_000_000.0
@@ -35,7 +36,7 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
             router=RouterSpec(
                 experts=experts,
                 top_k=config.int("num_experts_per_tok", 8, ge=1, le=experts),
-                score="sigmoid",
+                score=scored_by(config, "sigmoid"),
                 renormalize=True,
                 bias_name="e_score_correction_bias",
             ),

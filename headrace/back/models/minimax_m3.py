@@ -24,7 +24,7 @@ from headrace.back.models.blocks import (
     read_sizes,
 )
 from headrace.back.models.mixtral import LAYOUT
-from headrace.back.models.moe import CORRECTION_BIAS, divided
+from headrace.back.models.moe import CORRECTION_BIAS, divided, scored_by
 from headrace.base.config.hf import ConfigReader
 
 FULL, SPARSE = "full_attention", "minimax_m3_sparse"
@@ -106,7 +106,7 @@ def _feed_forwards(config: ConfigReader, inner: int) -> tuple[FeedForwardSpec, F
         router=RouterSpec(
             experts=experts,
             top_k=config.int("num_experts_per_tok", 4, ge=1, le=experts),
-            score="sigmoid",
+            score=scored_by(config, "sigmoid"),
             renormalize=True,
             scale=config.float("routed_scaling_factor", 1.0),
             bias_name=CORRECTION_BIAS,

@@ -13,6 +13,13 @@ CORRECTION_BIAS = "gate.e_score_correction_bias"
 GROUPS, CHOSEN = ("num_expert_group",), ("num_experts_per_token",)
 """Other names of two keys."""
 BIAS_BESIDE = "e_score_correction_bias"
+SCORE_KEYS = (
+    *("scoring_func", "score_function", "score_func"),
+    *("moe_router_activation_func", "moe_router_activation"),
+)
+"""What families call the function that makes scores of logits, where they state it."""
+OTHER_NAMES = {"sigmoid": ("noaux_tc",)}
+"""Of scores: DeepSeek-V3's choice by scores and a bias stands for both."""
 
 
 def sparse_layers(config: ConfigReader, layers: int) -> list[bool]:
@@ -55,9 +62,18 @@ def divided(config: ConfigReader, key: str, shared: int, inner: int) -> int:
     return shared
 
 
-def routed_mixture(config: ConfigReader, *, grouped: bool = True) -> MixtureSpec:
-    """The experts of DeepSeek's models: softmax scores, shared experts without a gate. `grouped`:
-    chosen among the groups whose best expert is highest."""
+def scored_by(config: ConfigReader, score: str) -> str:
+    """The only scores that a family's routers have; if the config states others, it is refused."""
+    for key in SCORE_KEYS:
+        config.choice(key, (score, *OTHER_NAMES.get(score, ())), score)
+    return score
+
+
+def routed_mixture(
+    config: ConfigReader, *, grouped: bool = True, score: str = "softmax"
+) -> MixtureSpec:
+    """The experts of DeepSeek's models: shared experts without a gate. `grouped`: chosen among the
+    groups whose best expert is highest."""
     aliases = ("num_experts", "num_local_experts")
     experts = config.int("n_routed_experts", ge=1, aliases=aliases)
     groups = config.int("n_group", 1, aliases=GROUPS, ge=1, le=64) if grouped else 1
@@ -69,6 +85,7 @@ def routed_mixture(config: ConfigReader, *, grouped: bool = True) -> MixtureSpec
         router=RouterSpec(
             experts=experts,
             top_k=config.int("num_experts_per_tok", aliases=CHOSEN, ge=1, le=experts),
+            score=scored_by(config, score),
             scale=config.float("routed_scaling_factor", 1.0),
             groups=groups,
             kept_groups=config.int("topk_group", 1, ge=1, le=groups) if groups > 1 else 1,
@@ -78,16 +95,20 @@ def routed_mixture(config: ConfigReader, *, grouped: bool = True) -> MixtureSpec
     )
 
 
-def sigmoid_mixture(config: ConfigReader, *, bias_name: str = CORRECTION_BIAS) -> MixtureSpec:
+def sigmoid_mixture(
+    config: ConfigReader, *, bias_name: str = CORRECTION_BIAS, bias_optional: bool = False
+) -> MixtureSpec:
     """The experts of DeepSeek-V3 and of those who followed it: sigmoid scores, a bias that only
     chooses, and groups by their best two. `bias_name`: where it lies in the layer's module."""
-    mixture = routed_mixture(config)
+    if not bias_optional:
+        config.choice("topk_method", ("noaux_tc",), "noaux_tc")
+    mixture = routed_mixture(config, score="sigmoid")
     router = replace(
         mixture.router,
-        score="sigmoid",
         renormalize=config.bool("norm_topk_prob", True, aliases=("moe_renormalize",)),
         group_score="top2",
         bias_name=bias_name,
+        bias_optional=bias_optional,
     )
     return replace(mixture, router=router)
 

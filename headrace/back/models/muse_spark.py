@@ -15,7 +15,7 @@ from headrace.back.layers.norm import RMS, RMS_NO_WEIGHT, RMS_UNIT_OFFSET, NormS
 from headrace.back.layers.scope import Scope
 from headrace.back.models.blocks import Decoder, DecoderSpec, read_sizes
 from headrace.back.models.gated_residual_layer import GatedResidualLayerSpec
-from headrace.back.models.moe import CORRECTION_BIAS, sparse_by_type
+from headrace.back.models.moe import CORRECTION_BIAS, scored_by, sparse_by_type
 from headrace.back.models.muse_glimmer import GATE, NAMES, glimmer_attentions
 from headrace.base.config.hf import ConfigReader
 
@@ -65,7 +65,7 @@ def _mixture(
         router=RouterSpec(
             experts=experts,
             top_k=config.int("num_experts_per_tok", 8, ge=1, le=experts),
-            score="sigmoid",
+            score=scored_by(config, "sigmoid"),
             renormalize=True,
             scale=config.float("routed_scaling_factor", 1.0),
             bias_name=CORRECTION_BIAS,

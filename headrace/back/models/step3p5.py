@@ -23,7 +23,7 @@ from headrace.back.models.blocks import (
     read_sizes,
     read_windows,
 )
-from headrace.back.models.moe import draft_layers, sparse_by_type
+from headrace.back.models.moe import draft_layers, scored_by, sparse_by_type
 from headrace.base.config.hf import ConfigReader
 
 PARTS = (r"vision_model\..*", r"vit_large_projector\..*")
@@ -146,7 +146,7 @@ def _feed_forward(config: ConfigReader, layer: int, *, sparse: bool) -> FeedForw
         router=RouterSpec(
             experts=experts,
             top_k=config.int("num_experts_per_tok", ge=1, le=experts, aliases=("moe_top_k",)),
-            score="sigmoid",
+            score=scored_by(config, "sigmoid"),
             renormalize=True,
             scale=config.float("moe_router_scaling_factor", 1.0),
             bias_name="router_bias",
