@@ -31,16 +31,18 @@ from headrace.front.media.processors.families import PROCESSORS, read_media
 from headrace.launch.locate import LocatedModel
 from headrace.launch.model_facts import read_model_facts
 from tests.front.media.pictures import picture
-from tests.models.media import SeeingEngine, compare_answers, save_media_oracle
+from tests.models.media import SeeingEngine, answer_of, compare_answers, save_media_oracle
 from tests.models.oracle import model_spec, randomize
 from tests.models.picture_cases import CASES as PICTURES
 from tests.models.picture_cases import IMAGE, as_picture
-from tests.models.sight import said
+from tests.models.picture_cases_more import CASES as MORE
+from tests.models.sight import read_spec, said
 from tests.models.test_encoders import batch_of
 from tests.models.test_pictures import Ready, Shown, _digest_of, given_of
 from tests.models.test_towers import CASES, CLIP, TEXT, TOWER, Seen, save_case, two_images
 
 SIDE, PATCH = 16, 4
+HALVES = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
 
 
 def test_names_lead_to_their_families() -> None:
@@ -49,6 +51,7 @@ def test_names_lead_to_their_families() -> None:
         "InternS1ForConditionalGeneration": "internvl",
         "StepVLForConditionalGeneration": "step3p7",
         "Phi3VForCausalLM": "phi3_v",
+        "DeepseekOCR2ForCausalLM": "deepseek_ocr2",
     }
     assert {name: architecture_of({"architectures": [name]}).family for name in names} == names
 
@@ -128,6 +131,45 @@ def test_step3_vl_sees_as_step_3_7_does_around_qwen_3(tmp_path: Path) -> None:
         rows = features if isinstance(features, torch.Tensor) else features.pooler_output
         rows = torch.cat(list(rows)) if isinstance(rows, (list, tuple)) else rows
     compare_answers(engine.run(prompt, max_tokens=3)[0], said(decoder, ids, rows.flatten(0, -2), 3))
+    engine.close()
+
+
+@pytest.mark.slow
+def test_deepseek_ocr_2_is_read_as_its_authors_publish_it(tmp_path: Path) -> None:
+    """The tensors have the names that transformers stores; SAM's last width stands wrongly in the config."""
+    case = MORE["deepseek-ocr2"]
+    config, oracle_class = case.build(tmp_path)
+    oracle = save_media_oracle(oracle_class, config, tmp_path)
+    keys = json.loads((tmp_path / "config.json").read_text())
+    text, vision = keys.pop("text_config"), keys.pop("vision_config")
+    sam, encoder = vision["sam_config"], vision["encoder_config"]
+    sam |= {"width": sam.pop("hidden_size"), "layers": sam.pop("num_hidden_layers")}
+    sam |= {"heads": sam.pop("num_attention_heads"), "downsample_channels": [12, 1024]}
+    encoder["dim"] = encoder.pop("hidden_size")
+    del keys["image_token_id"], text["mlp_layer_types"], text["model_type"]
+    keys |= {
+        **{"architectures": ["DeepseekOCR2ForCausalLM"], "model_type": "deepseek_vl_v2"},
+        "language_config": {**text, "use_mla": False, "first_k_dense_replace": 1},
+        "vision_config": {
+            **{"image_size": 1024, "mlp_ratio": 3.7362, "model_name": "deepencoderv2"},
+            "width": {"sam_vit_b": sam, "qwen2-0-5b": encoder},
+        },
+        "projector_config": {"input_dim": 32, "n_embed": 48, "projector_type": "linear"},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(keys))
+    (tmp_path / "processor_config.json").write_text(json.dumps({**case.files, **HALVES}))
+    added = [{"id": IMAGE, "content": "<image>"}]
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": added}))
+    spec = read_spec(tmp_path)
+    assert spec.written == {"image": "<image>"}
+    engine = SeeingEngine(tmp_path, longest=case.longest)
+    shown = Shown(case=case, folder=tmp_path, oracle=oracle, engine=engine, spec=spec)
+    media = shown.processed([picture(*case.sizes[0], 0)])
+    prompt = shown.prompt(media)
+    theirs = case.process([picture(*case.sizes[0], 0)], media)
+    assert prompt.ids == shown.expected_ids(theirs)
+    expected = answer_of(oracle, prompt, given_of(prompt, theirs), 3)
+    compare_answers(engine.run(prompt, max_tokens=3)[0], expected)
     engine.close()
 
 

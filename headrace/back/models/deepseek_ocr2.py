@@ -37,7 +37,8 @@ QUERIES = ("query_768", "query_1024")
 
 
 def build(scope: Scope, config: ConfigReader) -> Decoder:
-    """DeepseekOcr2ForConditionalGeneration."""
+    """DeepseekOcr2ForConditionalGeneration; DeepseekOCR2ForCausalLM, as its authors publish it, its
+    keys in these (media_keys.py)."""
     text, vision = parts_of(config)
     sam, encoder = (vision.required_section(name) for name in ("sam_config", "encoder_config"))
     queries = _encoder_spec(encoder)

@@ -73,6 +73,7 @@ WITH_MEDIA: Mapping[str, str] = {
     "GotOcr2ForConditionalGeneration": "got_ocr2",
     "DeepseekVLForConditionalGeneration": "deepseek_vl",
     "DeepseekVLV2ForCausalLM": "deepseek_vl2",
+    "DeepseekOCR2ForCausalLM": "deepseek_ocr2",
     "DeepseekVLHybridForConditionalGeneration": "deepseek_vl_hybrid",
     "JanusForConditionalGeneration": "deepseek_vl",
     "VideoLlama3ForConditionalGeneration": "deepseek_vl",

@@ -52,6 +52,41 @@ def _phi4mm(config: ConfigReader) -> Keys:
     }
 
 
+OCR2_ENCODER = {
+    **{"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24},
+    **{"num_attention_heads": 14, "num_key_value_heads": 2, "rms_norm_eps": 1e-6},
+    **{"rope_theta": 1_000_000.0, "vocab_size": 151_936, "max_position_embeddings": 131_072},
+}
+"""Qwen2-0.5B's layers, of which the published config says the width alone."""
+SAM_KEYS = {"width": "hidden_size", "layers": "num_hidden_layers", "heads": "num_attention_heads"}
+
+
+def _deepseek_ocr2(config: ConfigReader) -> Keys:
+    """As DeepSeek-VL2's, whose `model_type` it has. SAM's last width is the encoder's, not what
+    `downsample_channels` says; keys of the text that have the defaults of V2's class are not
+    there."""
+    text = config.required_section("language_config")
+    widths = config.required_section("vision_config").required_section("width")
+    sam, encoder = (widths.required_section(name) for name in ("sam_vit_b", "qwen2-0-5b"))
+    if text.bool("use_mla", False):
+        raise text.wrong("use_mla", "false")
+    heads = {**OCR2_ENCODER, **encoder.raw, **called(encoder, {"dim": "hidden_size"})}
+    middle = sam.list("downsample_channels", (512, 1024), of=int, length=2)[0]
+    absent = {"norm_topk_prob": False, "routed_scaling_factor": 1.0, "rms_norm_eps": 1e-6}
+    return {
+        "model_type": "deepseek_ocr2_published",
+        "text_config": {**absent, **text.raw, "model_type": "deepseek_ocr2_text"},
+        "vision_config": {
+            "sam_config": {
+                **sam.raw,
+                **called(sam, SAM_KEYS),
+                "downsample_channels": [middle, heads["hidden_size"]],
+            },
+            "encoder_config": heads,
+        },
+    }
+
+
 MOLMO_MORE_WORDS = 128
 
 
@@ -98,6 +133,7 @@ def _nemotron_judge(config: ConfigReader) -> Keys:
 
 MEDIA_KEYS: Mapping[str, Callable[[ConfigReader], Keys]] = {
     PHI4MM: _phi4mm,
+    "DeepseekOCR2ForCausalLM": _deepseek_ocr2,
     "MolmoForCausalLM": _molmo,
     "CogVLMForCausalLM": _cogvlm,
     NEMOTRON_JUDGE: _nemotron_judge,

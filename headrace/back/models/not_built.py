@@ -91,14 +91,14 @@ MISSING = (
         needs="its encoder of sound before the decoder",
     ),
     Missing(
-        family="DeepSeek-OCR and Unlimited-OCR; DeepSeek-OCR 2, HyperCLOVA X SEED Think with "
-        "vision and Ovis 1.6 and 2 as published",
+        family="DeepSeek-OCR and Unlimited-OCR; HyperCLOVA X SEED Think with vision and Ovis 1.6 "
+        "and 2 as published",
         names=(
-            *("DeepseekOCRForCausalLM", "UnlimitedOCRForCausalLM", "DeepseekOCR2ForCausalLM"),
+            *("DeepseekOCRForCausalLM", "UnlimitedOCRForCausalLM"),
             *("HCXVisionV2ForCausalLM", "Ovis"),
         ),
-        needs="the tower under its authors' names: those of DeepSeek-OCR 2, HyperCLOVA X SEED "
-        "Think and Ovis 2 are read as converted for transformers",
+        needs="the tower under its authors' names: those of HyperCLOVA X SEED Think and Ovis 2 "
+        "are read as converted for transformers",
     ),
     Missing(
         family="BAGEL, OpenVLA",

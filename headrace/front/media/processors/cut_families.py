@@ -244,7 +244,7 @@ def _minicpm(files: CheckpointFiles) -> MediaSpec:
     return msgspec.structs.replace(image_only("minicpm", settings, config), numbered=numbered)
 
 
-def _deepseek_ocr(files: CheckpointFiles) -> MediaSpec:
+def deepseek_ocr(files: CheckpointFiles) -> MediaSpec:
     """Of a window of 4 x 4 patches a query remains."""
     image, vision = files.image, vision_section(files.config)
     sam = vision.section("sam_config")
@@ -329,7 +329,7 @@ CUT_FAMILIES: Mapping[str, Callable[[CheckpointFiles], MediaSpec]] = {
     "qianfan_ocr": _qianfan,
     "minicpmv4_6": _minicpm,
     "minicpm_ocr": _minicpm,
-    "deepseek_ocr2": _deepseek_ocr,
+    "deepseek_ocr2": deepseek_ocr,
     "video_llama_3": _video_llama,
     "lfm2_vl": _lfm2,
     "nemotron_h_omni": _nemotron,

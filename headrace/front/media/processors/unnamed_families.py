@@ -11,6 +11,7 @@ from headrace.base.config.hf import ConfigReader
 from headrace.base.config.media import MediaSpec, ProcessorSettings
 from headrace.front.media.processors.cut_families import (
     CheckpointFiles,
+    deepseek_ocr,
     llava_next,
     llava_onevision,
     tile_sizes,
@@ -180,6 +181,15 @@ def _deepseek_vl2(files: CheckpointFiles) -> MediaSpec | None:
     return msgspec.structs.replace(spec, written={"image": "<image>"})
 
 
+def _deepseek_ocr2(files: CheckpointFiles) -> MediaSpec | None:
+    """As its authors publish it: the placeholder is the tokenizer's, messages are texts."""
+    token = special_token(files.folder, "<image>")
+    if token is None:
+        return None
+    spec = deepseek_ocr(replace(files, config=_with_token(files.config, token)))
+    return msgspec.structs.replace(spec, written={"image": "<image>"})
+
+
 def _molmo(files: CheckpointFiles) -> MediaSpec | None:
     """Images stand before all text, behind the token that begins prompts; of text prompts a mark
     stands for one."""
@@ -324,6 +334,7 @@ UNNAMED: Mapping[str, Callable[[CheckpointFiles], MediaSpec | None]] = {
     "fuyu": _fuyu,
     **dict.fromkeys(("minicpmv", "minicpmo"), _minicpm_queries),
     "deepseek_vl_v2": _deepseek_vl2,
+    "deepseek_ocr2_published": _deepseek_ocr2,
     "cogvlm": _cogvlm,
     "hyperclovax_vlm": _hcx_vision,
     "first_llava": _first_llava,
