@@ -28,6 +28,7 @@ from headrace.back.layers.scope import Ledger
 from headrace.back.models.load.asked import (
     cache_decisions,
     input_decisions,
+    sparse_decisions,
     with_asked_rows,
     with_stored_scales,
 )
@@ -201,6 +202,7 @@ def _load(
             report.decisions += (_kept(model, source, why, spec.quantization or spec.dtype),)
             if spec.quantization is None:
                 report.decisions += input_decisions(model, source, stored, device.type)
+            report.decisions += sparse_decisions(source)
         with report.phase("weights"):
             fill(model.weights, source, scan_finite=options.scan_finite)
     return model

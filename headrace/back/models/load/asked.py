@@ -14,6 +14,9 @@ from headrace.back.quant.stored import Stored
 from headrace.base.config.quantization_activations import Activations
 from headrace.base.config.resolved import Decision, ModelSpec
 
+SPARSE = ("sparse-24", "sparse", "marlin-24", "gptq-marlin-24")
+"""Arrangements without their zeros: two of four, or any."""
+
 
 def input_decisions(
     model: LoadableModel, source: Source, stored: Stored, device: str
@@ -37,6 +40,16 @@ def input_decisions(
         Decision("activations", asked, computed, f"of {number} quantized weights")
         for (asked, computed), number in counts.items()
     )
+
+
+def sparse_decisions(source: Source) -> tuple[Decision, ...]:
+    """That zeros which a checkpoint leaves out are multiplied like other numbers."""
+    kinds = (entry.dtype.partition(" ")[2] for entry in source.entries.values())
+    count = sum(kind in SPARSE for kind in kinds)
+    if not count:
+        return ()
+    why = f"of {count} weights: no kernel here leaves out zeros"
+    return (Decision("sparsity", "as stored", "all inputs are multiplied", why),)
 
 
 def cache_decisions(spec: ModelSpec, scales: CacheScales | None) -> tuple[Decision, ...]:

@@ -19,6 +19,7 @@ from headrace.back.kernels.linear_blocks.layout import (
     empty_segment,
     write_quantized,
 )
+from headrace.back.models.load.asked import sparse_decisions
 from headrace.back.models.load.quantized import QuantizedSource
 from headrace.back.quant.kept import INT8_ASYMMETRIC, normal_values
 from headrace.base.config.levels import LEVELS
@@ -453,6 +454,17 @@ def test_a_bit_too_many_of_a_sparse_row_is_named(tmp_path: Path) -> None:
         target = torch.empty(12, 128)
         with pytest.raises(CheckpointError, match=r"module\.bitmask: rows 0 to 11 have 77\d bits"):
             source.copy("module.weight", (12, 128), (slice(0, 12), slice(0, 128)), target)
+
+
+@pytest.mark.parametrize("case, said", [("sparse-24", 1), ("sparse-fp8", 1), ("hqq-4", 0)])
+def test_zeros_that_are_multiplied_are_told(case: str, said: int, tmp_path: Path) -> None:
+    """QNT-05: weights without two of four are multiplied like whole ones."""
+    config, stored, _ = golden(case)
+    with closing(open_weight(tmp_path, config, stored)) as source:
+        decisions = sparse_decisions(source)
+    assert [one.why for one in decisions] == [
+        "of 1 weights: no kernel here leaves out zeros"
+    ] * said
 
 
 @pytest.mark.parametrize(
