@@ -10,6 +10,7 @@ from headrace.back.models.vlm_inside import thinker_config
 from headrace.base.config.checkpoint_parts import with_parts
 from headrace.base.config.hf import ConfigReader, read_json
 from headrace.base.config.two_towers import filled
+from headrace.launch.token_classes import with_token_classes
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -32,6 +33,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     if of_mlx := _written_by_mlx(config):
         config["quantization_config"] = {"quant_method": "mlx", **of_mlx}
     config = in_common_keys(config, str(folder / "config.json"))
+    if config.get("engram_layer_ids"):
+        config = with_token_classes(folder, config)
     return filled(thinker_config(with_parts(folder, config)))
 
 

@@ -24,6 +24,7 @@ from tests.models.test_recurrent import engine, prompts_of
 from tests.references import (
     alice_ai,
     berrylm,
+    deepseek_v41,
     jet_nemotron,
     phi4_flash,
     plamo2,
@@ -42,6 +43,7 @@ ELSEWHERE: dict[str, tuple[ModuleType, dict[str, Any]]] = {
     "phi-4-flash": (phi4_flash, phi4_flash.CONFIG),
     "alice-ai": (alice_ai, alice_ai.CONFIG),
     "berrylm": (berrylm, berrylm.CONFIG),
+    "deepseek-v41": (deepseek_v41, deepseek_v41.CONFIG),
     "jet-nemotron": (jet_nemotron, jet_nemotron.CONFIG),
 }
 """Of which test_reference_decoders.py compares the logits."""

@@ -21,6 +21,7 @@ from tests.references import (
     arctic,
     bailing_v3,
     berrylm,
+    deepseek_v41,
     grok,
     grove_moe,
     jet_nemotron,
@@ -56,6 +57,7 @@ REFERENCES: dict[str, tuple[ModuleType | SmallDecoder, dict[str, Any]]] = {
     "phi-4-flash": (phi4_flash, phi4_flash.CONFIG),
     "alice-ai": (alice_ai, alice_ai.CONFIG),
     "berrylm": (berrylm, berrylm.CONFIG),
+    "deepseek-v41": (deepseek_v41, deepseek_v41.CONFIG),
     "k2-horizon": (k2_horizon, k2_horizon.CONFIG),
     "k2-horizon-values": (k2_horizon, k2_horizon.VALUES),
     "k2-horizon-dense": (k2_horizon, k2_horizon.DENSE),
@@ -68,6 +70,7 @@ OF_GATE = (
     *("grok-2", "arctic", "plamo-3", "kimi-k3", "phi-3-small", "grove-moe", "smallthinker"),
     *(
         "step-3",
+        "deepseek-v41",
         "pangu-ultra-moe",
         "bailing-v3-others",
         "phi-4-flash",

@@ -72,6 +72,11 @@ class HyperConnection:
 
     def collapse(self, x_TSE: torch.Tensor) -> tuple[StreamWeights, torch.Tensor]:
         """The weights of these streams, and what the branch reads, x_TE."""
+        input_TS, weights = self.weights(x_TSE)
+        return weights, summed(x_TSE, input_TS)
+
+    def weights(self, x_TSE: torch.Tensor) -> tuple[torch.Tensor, StreamWeights]:
+        """What inputs are summed with, input_TS, and the others of these streams."""
         (base, scale), spec = self._weights, self._spec
         sizes = [spec.streams] * 2 + ([spec.streams**2] if spec.iterations else [])
         raw_TX = self._projection.of(x_TSE)
@@ -81,12 +86,12 @@ class HyperConnection:
                 zip(raw_TX.split_with_sizes(sizes, dim=1), base.split(sizes), strict=True)
             )
         )
-        x_TE = summed(x_TSE, self._projection.sigmoid(input_TS) + spec.eps)
+        input_TS = self._projection.sigmoid(input_TS) + spec.eps
         result_TS = spec.magnitude * self._projection.sigmoid(result_TS)
         if spec.results_eps:
             result_TS = result_TS + spec.eps
         mixture_TSS = self._mixture(mixture[0]) if mixture else None
-        return StreamWeights(result_TS, mixture_TSS), x_TE
+        return input_TS, StreamWeights(result_TS, mixture_TSS)
 
     def expand(
         self, weights: StreamWeights, y_TE: torch.Tensor, x_TSE: torch.Tensor

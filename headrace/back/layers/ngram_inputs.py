@@ -51,6 +51,7 @@ class NGramSpec:
     end_id: int
     taps: int
     eps: float
+    name: str = "ple"
 
     @property
     def hashes(self) -> int:

@@ -4,10 +4,12 @@ how each of its two branches is connected with it. T tokens, E hidden size, S st
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from headrace.back.attention.forms import CacheForm
+from headrace.back.attention.plan import Batch
 from headrace.back.layers.scope import Scope
 
 
@@ -47,13 +49,12 @@ class StreamWeights(NamedTuple):
 class StreamConnection(Protocol):
     """Around one branch."""
 
-    def collapse(self, x_TSE: torch.Tensor) -> tuple[StreamWeights, torch.Tensor]:
-        """The weights of these streams, and what the branch reads, x_TE."""
+    def collapse(self, x_TSE: torch.Tensor) -> tuple[Any, torch.Tensor]:
+        """The weights of these streams, with `at` as StreamWeights, and what the branch reads,
+        x_TE."""
         ...
 
-    def expand(
-        self, weights: StreamWeights, y_TE: torch.Tensor, x_TSE: torch.Tensor
-    ) -> torch.Tensor:
+    def expand(self, weights: Any, y_TE: torch.Tensor, x_TSE: torch.Tensor) -> torch.Tensor:
         """The streams behind the branch that gave y_TE."""
         ...
 
@@ -67,6 +68,30 @@ class ConnectedStreamsSpec(Protocol):
 
     def connect(self, scope: Scope, branch: int, width: int) -> StreamConnection:
         """Around branch 0, the mixer, or 1, the feed-forward, of the layer at `scope`."""
+        ...
+
+
+class StreamInputs(Protocol):
+    """What a layer adds to the streams by the tokens themselves, before its branches."""
+
+    @property
+    def kv_forms(self) -> tuple[CacheForm, ...]:
+        """Its caches."""
+        ...
+
+    def of(self, x_TSE: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """What is added to these streams, [T, S, E]."""
+        ...
+
+
+class StreamInputsSpec(Protocol):
+    """Such inputs as data of a layer. `name`: their module."""
+
+    @property
+    def name(self) -> str: ...
+
+    def build(self, scope: Scope, cache: int, width: int) -> StreamInputs:
+        """`cache`: the id of the first of its caches."""
         ...
 
 

@@ -4,11 +4,8 @@ experts in every layer, those of the first layers stated by a table of the token
 from __future__ import annotations
 
 from headrace.back.kernels.route.op import SQRT_SOFTPLUS
-from headrace.back.layers.compressed_attention import (
-    CompressedAttentionSpec,
-    CompressionSpec,
-    GroupIndexSpec,
-)
+from headrace.back.layers.compressed_attention import CompressedAttentionSpec
+from headrace.back.layers.compressed_entries import CompressionSpec, GroupIndexSpec
 from headrace.back.layers.hyper_connections import HyperSpec
 from headrace.back.layers.moe.hashed import HashedMixtureSpec
 from headrace.back.layers.moe.mixture import MixtureSpec, RouterSpec, SharedSpec
@@ -53,13 +50,8 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
     """DeepseekV4ForCausalLM."""
     inner = config.int("moe_intermediate_size", ge=1, aliases=("intermediate_size",))
     sizes = read_sizes(config, inner=inner, kv_heads=1)
-    streams = HyperSpec(
-        streams=config.int("hc_mult", 4, ge=1, le=16),
-        eps=config.float("hc_eps", 1e-6, ge=0.0),
-        norm_eps=sizes.eps,
-        iterations=config.int("hc_sinkhorn_iters", 20, ge=1),
-    )
-    plain, hashed = _experts(config, inner, bias=True), _experts(config, inner, bias=False)
+    streams = streams_of(config, sizes.eps)
+    plain, hashed = experts_of(config, inner, bias=True), experts_of(config, inner, bias=False)
     layers = tuple(
         HyperLayerSpec(
             mixer=_attention(scope, config, sizes, kind),
@@ -86,13 +78,23 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
     )
 
 
+def streams_of(config: ConfigReader, eps: float) -> HyperSpec:
+    """The residual's streams."""
+    return HyperSpec(
+        streams=config.int("hc_mult", 4, ge=1, le=16),
+        eps=config.float("hc_eps", 1e-6, ge=0.0),
+        norm_eps=eps,
+        iterations=config.int("hc_sinkhorn_iters", 20, ge=1),
+    )
+
+
 def _attention(
     scope: Scope, config: ConfigReader, sizes: DecoderSizes, kind: str
 ) -> CompressedAttentionSpec:
     groups = config.int("o_groups", 8, ge=1)
     if sizes.heads % groups:
         raise config.wrong("o_groups", f"a divisor of num_attention_heads ({sizes.heads})")
-    rope = _rope(scope, config, sizes, compressed=kind != WINDOW)
+    rope = rope_of(scope, config, sizes, compressed=kind != WINDOW)
     index = GroupIndexSpec(
         heads=config.int("index_n_heads", 64, ge=1),
         dim=config.int("index_head_dim", 128, ge=rope.rotary_dim),
@@ -120,7 +122,9 @@ def _attention(
     )
 
 
-def _rope(scope: Scope, config: ConfigReader, sizes: DecoderSizes, *, compressed: bool) -> RopeSpec:
+def rope_of(
+    scope: Scope, config: ConfigReader, sizes: DecoderSizes, *, compressed: bool
+) -> RopeSpec:
     """Layers with compressed caches have a base of their own and the stated scaling, which does not
     scale what is rotated."""
     section = config.section("rope_parameters")
@@ -144,7 +148,8 @@ def _rope(scope: Scope, config: ConfigReader, sizes: DecoderSizes, *, compressed
     )
 
 
-def _experts(config: ConfigReader, inner: int, *, bias: bool) -> MixtureSpec:
+def experts_of(config: ConfigReader, inner: int, *, bias: bool) -> MixtureSpec:
+    """Those of a layer; `bias`: its router has one that only chooses."""
     experts = config.int("n_routed_experts", ge=1, aliases=("num_local_experts",))
     shared = config.int("n_shared_experts", 1, ge=0)
     return MixtureSpec(

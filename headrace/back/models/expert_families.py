@@ -34,6 +34,7 @@ EXPERTS: Mapping[str, str] = {
     "DeepseekV3ForCausalLM": "deepseek",
     "DeepseekV32ForCausalLM": "deepseek_v32",
     "DeepseekV4ForCausalLM": "deepseek_v4",
+    "DeepseekV41ForCausalLM": "deepseek_v41",
     "GlmMoeDsaForCausalLM": "glm_moe_dsa",
     "AXK1ForCausalLM": "axk1",
     "Glm4MoeForCausalLM": "glm4_moe",

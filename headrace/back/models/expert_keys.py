@@ -163,6 +163,12 @@ def _step3_vl(config: ConfigReader) -> Keys:
     return {"text_config": {"model_type": "step3_text", **text.raw, **_step3(text)}}
 
 
+def _deepseek_v41(config: ConfigReader) -> Keys:
+    """The text part's, whose tensors lie beside those of the tower."""
+    text = config.section("text_config")
+    return {} if text is None else {**text.raw, "model_type": "deepseek_v41"}
+
+
 def _deepseek_vl2(config: ConfigReader) -> Keys:
     """Three sizes, three text parts: without latents, as DeepSeek V2 and routed as V3 is. Keys that
     have the defaults of V2's class are not there."""
@@ -203,6 +209,7 @@ EXPERT_KEYS: Mapping[str, Callable[[ConfigReader], Keys]] = {
     "LongcatFlashNgramForCausalLM": _longcat_ngram,
     "LLaDA2MoeModelLM": _llada_2,
     "Step3VLForConditionalGeneration": _step3_vl,
+    "DeepseekV41ForCausalLM": _deepseek_v41,
     "DeepseekVLV2ForCausalLM": _deepseek_vl2,
     **dict.fromkeys(
         ("MiMoV2FlashForCausalLM", "MiMoV2ForCausalLM", "MiMoV2OmniForCausalLM"), _mimo_v2

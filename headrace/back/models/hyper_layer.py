@@ -16,10 +16,9 @@ from headrace.back.layers.linear import Branch
 from headrace.back.layers.mixer import Mixer, MixerSpec
 from headrace.back.layers.mlp import FeedForwardPlace, FeedForwardSpec
 from headrace.back.layers.moe.hashed import HashedMixtureSpec
-from headrace.back.layers.ngram_inputs import NGramSpec
 from headrace.back.layers.norm import PRE, BlockNorm, NormSpec
 from headrace.back.layers.scope import Scope
-from headrace.back.layers.streams import ConnectedStreamsSpec
+from headrace.back.layers.streams import ConnectedStreamsSpec, StreamInputsSpec
 from headrace.back.models.decoder_layer import DecoderSizes, Stream
 from headrace.back.parallel.collectives import Partial
 
@@ -34,7 +33,7 @@ class HyperLayerSpec:
     feed_forward: FeedForwardSpec | None
     streams: ConnectedStreamsSpec
     of_tokens: HashedMixtureSpec | None = None
-    ngrams: NGramSpec | None = None
+    ngrams: StreamInputsSpec | None = None
     normed: bool = True
 
     def build(self, scope: Scope, cache: int, sizes: DecoderSizes, norms: NormSpec) -> HyperLayer:
@@ -62,7 +61,7 @@ class HyperLayer:
         self._around_mlp = spec.streams.connect(scope, 1, width)
         self.mixer: Mixer[Any] = spec.mixer.build(scope, cache)
         self._ngrams = spec.ngrams and spec.ngrams.build(
-            scope / "ple", cache + len(self.mixer.kv_forms), width
+            scope / spec.ngrams.name, cache + len(self.mixer.kv_forms), width
         )
         place = FeedForwardPlace(width=width, inner=sizes.inner, activation=sizes.activation)
         self._mlp = spec.feed_forward and spec.feed_forward.build(scope, place)

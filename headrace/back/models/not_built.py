@@ -29,12 +29,6 @@ def _classes(base: str, endings: tuple[str, ...] = ENCODERS) -> tuple[str, ...]:
 
 MISSING = (
     Missing(
-        family="DeepSeek V4.1",
-        names=("DeepseekV41ForCausalLM",),
-        needs="layers that read the caches of others, tables of n-grams that gate its streams, and "
-        "choices of positions among chosen blocks",
-    ),
-    Missing(
         family="DeepSeek V4 with vision",
         names=("DeepseekV4ForConditionalGeneration",),
         needs="its tower before DeepSeek V4",

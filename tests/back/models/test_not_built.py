@@ -51,7 +51,7 @@ def test_the_page_of_models_has_the_table() -> None:
     [
         ("BartForCausalLM", "it needs the encoder that they read from"),
         ("XLNetLMHeadModel", "it needs attention in both directions over a permutation"),
-        ("DreamModel", "it needs passes over a whole text"),
+        ("BltForCausalLM", "it needs patches of bytes"),
     ],
 )
 def test_a_blocked_architecture_is_refused_by_name(name: str, words: str, tmp_path: Path) -> None:
