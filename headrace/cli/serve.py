@@ -210,6 +210,11 @@ def show_start(resolved: Resolved, processes: list[ManagedProcess], *, seconds: 
     console.print(
         f"memory: weights {memory['weight_bytes'] / 2**30:.2f} GiB, KV cache {memory['kv_bytes'] / 2**30:.2f} GiB"
         f" = {memory['kv_blocks']} blocks = {memory['kv_tokens']} tokens"
+        + (
+            f", {memory['snapshots']} snapshots of states in {memory['snapshot_bytes'] / 2**20:.0f} MiB of it"
+            if memory["snapshots"] > 1
+            else ""
+        )
         + (f", graphs {memory['graph_bytes'] / 2**20:.0f} MiB" if memory["graph_bytes"] else "")
         + (f", in each of {len(cores)} engine cores" if len(cores) > 1 else ""),
         highlight=False,

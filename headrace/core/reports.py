@@ -220,6 +220,8 @@ def status(engine: EngineView) -> Document:
         "block_tokens": engine.kv.block_tokens,
         "held_blocks": pool.num_usable - pool.num_free,
         "refcount_sum": pool.refcount_sum() + engine.kv.snapshots.num_held,
+        "cached_snapshots": engine.kv.snapshots.num_cached,
+        "total_snapshots": engine.kv.snapshots.num_usable,
         "free_rows": engine.rows.num_free,
         "total_rows": engine.rows.num_rows,
         "capacity_tokens": engine.kv.capacity_tokens,

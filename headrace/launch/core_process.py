@@ -344,6 +344,8 @@ def _start(arguments: argparse.Namespace, status: socket.socket) -> CoreLoop:
         "graph_bytes": facts.graphs.num_bytes,
         "kv_blocks": facts.num_blocks,
         "kv_tokens": facts.num_blocks * facts.block_tokens,
+        "snapshots": sum(max(0, group.num_slots - 1) for group in facts.groups),
+        "snapshot_bytes": sum(group.num_slots * group.block_bytes for group in facts.groups),
     }
     report(status, Report(ready=True, memory=memory, start_s=parts, decisions=facts.decisions))
     watchdog = Watchdog(

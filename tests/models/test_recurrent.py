@@ -304,6 +304,7 @@ def test_nothing_leaks_over_requests_of_which_some_are_aborted(count: int, tmp_p
     assert found["running"] == found["waiting"] == found["refcount_sum"] == 0, found
     assert found["free_blocks"] == found["total_blocks"], found
     assert found["free_rows"] == found["total_rows"], found
+    assert 0 < found["cached_snapshots"] <= found["total_snapshots"], found
     core.executor.close()
 
 

@@ -288,6 +288,16 @@ class Snapshots:
         """References held on slots; 0 at rest."""
         return sum(pool.refcount_sum() for pool in self._pools.values())
 
+    @property
+    def num_usable(self) -> int:
+        """Slots of all groups."""
+        return sum(pool.num_usable for pool in self._pools.values())
+
+    @property
+    def num_cached(self) -> int:
+        """Slots whose content a request could begin behind."""
+        return sum(pool.num_cached for pool in self._pools.values())
+
     def pool(self, group: int) -> BlockPool:
         """The slots of a group."""
         return self._pools[group]
