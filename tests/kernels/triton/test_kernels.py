@@ -26,6 +26,8 @@ from headrace.back.kernels.gumbel import op as gumbel
 from headrace.back.kernels.gumbel import triton_gumbel
 from headrace.back.kernels.layer_norm import op as layer_norm
 from headrace.back.kernels.layer_norm import triton_layer_norm
+from headrace.back.kernels.linear import triton_linear
+from headrace.back.kernels.linear.op import LinearProblem
 from headrace.back.kernels.linear.table import GemmPlan
 from headrace.back.kernels.linear.triton_small import Gemm, launcher
 from headrace.back.kernels.merge_attention import triton_merge_attention
@@ -429,6 +431,19 @@ def test_the_fused_layer_takes_any_number_of_tokens(tokens):
     x = random(tokens, 64, seed=2)
     ours = triton_fused_linear.KERNEL.bind(problem, *weights)(x)
     assert close(ours, fused_linear.bind_reference(problem, *weights)(x), FP32)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, *([] if interpreted() else [100, 700])])
+def test_sums_of_wide_results_are_not_rounded_to_the_type_of_inputs(tokens: int):
+    """MOD-01: routers and heads; steps of a few tokens by our kernels, others by the library."""
+    dtype = FP16 if interpreted() else BF16
+    generator = torch.Generator().manual_seed(3)
+    weight, x = (torch.randn(size, 512, generator=generator) for size in (48, tokens))
+    weight, x = weight.to(DEVICE, dtype), x.to(DEVICE, dtype)
+    problem = LinearProblem(device=DEVICE, dtype=dtype, inputs=512, outputs=48, wide=True)
+    ours = triton_linear.bind(problem, weight, None)(x)
+    assert ours.dtype == FP32
+    assert close(ours, x.float() @ weight.float().T, FP32)
 
 
 @pytest.mark.parametrize("dtype", [FP32, torch.float16])

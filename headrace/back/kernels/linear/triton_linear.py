@@ -37,13 +37,27 @@ def bind(problem: LinearProblem, weight_OI: torch.Tensor, bias_O: torch.Tensor |
     def linear(x_TI: torch.Tensor) -> torch.Tensor:
         run = run_for(len(x_TI))
         if run is None:
-            y_TO = F.linear(x_TI, weight_OI, bias_O)
-            return y_TO.float() if problem.wide else y_TO
+            return _by_library(problem, x_TI, weight_OI, bias_O)
         y_TO = _result(problem, x_TI)
         run(x_TI, y_TO)
         return y_TO
 
     return linear
+
+
+def _by_library(
+    problem: LinearProblem,
+    x_TI: torch.Tensor,
+    weight_OI: torch.Tensor,
+    bias_O: torch.Tensor | None,
+) -> torch.Tensor:
+    """cuBLAS's float32 sums are not rounded on their way into a float32 result."""
+    if not problem.wide or problem.dtype is torch.float32:
+        return F.linear(x_TI, weight_OI, bias_O)
+    if not x_TI.is_cuda or torch.version.hip is not None:
+        return F.linear(x_TI, weight_OI, bias_O).float()
+    y_TO = torch.mm(x_TI, weight_OI.t(), out_dtype=torch.float32)
+    return y_TO if bias_O is None else y_TO.add_(bias_O)
 
 
 def _result(problem: LinearProblem, x_TI: torch.Tensor) -> torch.Tensor:
