@@ -17,6 +17,7 @@ WITH_MEDIA: Mapping[str, str] = {
     "Qwen3_5MoeForConditionalGeneration": "qwen3_5",
     "InternS2PreviewForConditionalGeneration": "qwen3_5",
     "InternS1ProForConditionalGeneration": "interns1_pro",
+    "OpenPanguVLForConditionalGeneration": "openpangu_vl",
     "Glm4vForConditionalGeneration": "glm4v",
     "Glm4vMoeForConditionalGeneration": "glm4v",
     "Glm46VForConditionalGeneration": "glm4v",

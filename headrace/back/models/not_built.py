@@ -55,11 +55,6 @@ MISSING = (
     ),
     Missing(family="BLT", names=("BltForCausalLM",), needs="patches of bytes by a model's entropy"),
     Missing(
-        family="openPangu VL",
-        names=("OpenPanguVLForConditionalGeneration",),
-        needs="several numbers of windows in one tower",
-    ),
-    Missing(
         family="others that see, by vLLM's list",
         names=(
             *("BeeForConditionalGeneration", "ChameleonForConditionalGeneration"),

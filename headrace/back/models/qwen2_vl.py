@@ -3,6 +3,7 @@ patches of two frames. Qwen2.5-VL's tower attends within windows in most layers 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from headrace.back.layers.norm import LAYER, RMS
@@ -46,8 +47,9 @@ def spaced_axes(
     positions_per_s: float | None,
     behind_time: bool = False,
     paired_marks: bool = False,
+    turns: Callable[[Sequence[int]], tuple[int, ...]] = sections,
 ) -> AxesRope:
-    """The decoder's positions; see AxesRope."""
+    """The decoder's positions; see AxesRope. `turns`: the axis of each pair, by their counts."""
     sizes = read_sizes(text)
     spec = read_rope(text, head_dim=sizes.head_dim, max_positions=scope.max_positions)
     values = text.section("rope_parameters") or text.section("rope_scaling") or text
@@ -57,7 +59,7 @@ def spaced_axes(
     return AxesRope(
         scope,
         spec,
-        axis_of_pair=sections(lengths),
+        axis_of_pair=turns(lengths),
         merge=vision.int("spatial_merge_size", 2, ge=1),
         positions_per_s=positions_per_s,
         behind_time=behind_time,

@@ -205,6 +205,22 @@ def sections(lengths: Sequence[int]) -> tuple[int, ...]:
     return tuple(axis % 3 for axis, length in enumerate(lengths) for _ in range(length))
 
 
+def spread(lengths: Sequence[int]) -> tuple[int, ...]:
+    """The axis of each pair where each axis is spread evenly over them: the next is the one of
+    which the least share was placed, but for that of the pair before; the last pair is time's
+    (openPangu-VL)."""
+    counts = [lengths[0] - 1, *lengths[1:]]
+    placed = [0] * len(counts)
+    axes: list[int] = []
+    for _ in range(sum(counts)):
+        left = [axis for axis, count in enumerate(counts) if placed[axis] < count]
+        others = [axis for axis in left if axes[-1:] != [axis]] or left
+        best = min(others, key=lambda axis: (placed[axis] / counts[axis], axis))
+        axes.append(best)
+        placed[best] += 1
+    return (*axes, 0)
+
+
 def interleaved(lengths: Sequence[int]) -> tuple[int, ...]:
     """The axis of each pair where the axes take turns, and time has those that are left."""
     axes = [0] * sum(lengths)

@@ -69,7 +69,8 @@ class TowerSpec:
     (grids.py); 0: none. before, behind: norms around the layers, the first of the patches alone.
     theta, turns: of the rotation. window: merged windows a side that all layers but `full_layers`
     attend within; None: all attend within the frame. deepstack: layers whose output, merged by the
-    merger of this place in the list, is added behind the first decoder layers. video: whether it
+    merger of this place in the list, is added behind the first decoder layers. summed: layers whose
+    outputs, one behind the other, are what is normed and merged (summed.py). video: whether it
     takes video too, at most `max_t` steps of it an input, `positions_per_s` of which take one of
     the decoder's positions. clips: the patches of all steps of an input attend to each other, the
     steps of video are told apart by sines, and become the mean of them in the end; table_name: of
@@ -86,6 +87,7 @@ class TowerSpec:
     window: int | None = None
     full_layers: tuple[int, ...] = ()
     deepstack: tuple[int, ...] = ()
+    summed: tuple[int, ...] = ()
     video: bool = True
     max_t: int = 65_536
     positions_per_s: float = 0.0
@@ -188,6 +190,7 @@ class VisionTower:
         place_N = None if table_NR is None else torch.arange(len(x_NE), device=x_NE.device)
         full = TokenSpans(starts=frames, table_NR=table_NR, place_N=place_N)
         local = replace(full, starts=windows)
+        seen_NE: dict[int, torch.Tensor] = {}
         deep_MF: list[torch.Tensor] = []
         for index, layer in enumerate(self._layers):
             if index:
@@ -195,6 +198,10 @@ class VisionTower:
             x_NE = layer.forward(x_NE, full if index in spec.full_layers else local)
             if index in spec.deepstack:
                 deep_MF.append(self._deepstack[spec.deepstack.index(index)].merge(x_NE))
+            if index in spec.summed:
+                seen_NE[index] = x_NE
+        if spec.summed:
+            x_NE = torch.cat([seen_NE[index] for index in spec.summed])
         if self._behind is not None:
             x_NE = self._behind.norm(x_NE)
         if spec.clips:

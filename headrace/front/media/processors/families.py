@@ -330,7 +330,14 @@ def _glm(image: ConfigReader, config: ConfigReader, video: ConfigReader) -> Medi
     return with_video(spec, mark)
 
 
+def _pangu(image: ConfigReader, config: ConfigReader) -> MediaSpec:
+    """As Qwen2.5-VL's."""
+    settings = _qwen_settings(image, ConfigReader({}, config.where), config, stamped=False)
+    return image_only("qwen_vl", settings, config)
+
+
 _STILL = {
+    "openpangu_vl": _pangu,
     "llava": _llava,
     "vipllava": _llava,
     "mistral3": _pixtral,
