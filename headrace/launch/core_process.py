@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 
 from headrace.back.executor.choose import make_executor
-from headrace.base import extensions
+from headrace.base import extensions, heap
 from headrace.base.affinity import set_affinity
 from headrace.base.config.resolved import EngineSpec
 from headrace.base.errors import ConfigError, EngineError, StartError
@@ -295,13 +295,20 @@ def main() -> int:
     return 0
 
 
+def _prepare(spec: EngineSpec) -> None:
+    """What holds for this process from now on."""
+    extensions.allow(spec.extensions)
+    if spec.device.device == "cpu":  # a GPU's core compiles kernels in many threads
+        heap.share_heaps()
+
+
 def _start(arguments: argparse.Namespace, status: socket.socket) -> CoreLoop:
     socket_path: str = arguments.socket
     rest = Report(paused=arguments.paused, asleep=arguments.asleep)
     parts = {"process": process_age_s()}
     began = time.monotonic()
     spec = _spec_of(arguments)
-    extensions.allow(spec.extensions)
+    _prepare(spec)
     source = WeightsSource(spec, Path(arguments.spec))
     executor = AbsentExecutor(source.resting()) if rest.asleep else make_executor(spec)
     set_affinity(spec.device.other_cpus)  # the loop leaves the kernels' cores alone
