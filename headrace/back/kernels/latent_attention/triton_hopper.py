@@ -47,7 +47,7 @@ def bind(problem: LatentAttentionProblem) -> LatentAttentionFunction:
         assert q_THW.is_contiguous() and q_THW.shape[1:] == (heads, width), q_THW.shape
         table, device, bucket = plan.block_table_RB, q_THW.device, row_bucket(num_rows)
         assert table.stride(1) == 1 or table.shape[1] == 1
-        runs, common = num_sms(device), launch(device)
+        runs, common = max(1, num_sms(device) // shares), launch(device)
         (untils, rows), _ = lists.get(
             plan, ("latent runs", runs), attention, lambda: _runs(plan, runs, bucket)
         )
@@ -55,7 +55,7 @@ def bind(problem: LatentAttentionProblem) -> LatentAttentionFunction:
         size = shares * runs * 2 * share * (rank + 2)
         partial = torch.empty(size, dtype=torch.float32, device=device)
         latent, rotated, block_rows = _described(problem, kv)
-        _decode_kernel()[(runs, shares)](
+        _decode_kernel()[(shares, runs)](
             latent, rotated, q_THW, out_THC, partial, untils, rows, plan.query_start_R1,
             plan.kv_len_R, table, table.stride(0), block_rows, problem.scale * 1.4426950408889634,
             HEADS=heads, Q=share, BLOCK_TOKENS=problem.block_tokens, STAGES=STAGES, ROWS=bucket,

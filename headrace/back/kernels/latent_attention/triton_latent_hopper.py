@@ -176,10 +176,11 @@ def latent_decode_kernel(
     block_rows, factor, HEADS: gl.constexpr, Q: gl.constexpr, BLOCK_TOKENS: gl.constexpr,
     STAGES: gl.constexpr, ROWS: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
-    """Grid (runs, shares of Q heads). `latent`, `rotated`: descriptors of the cache as rows [., C]
-    and [., R], a block at a time; a block is `block_rows` of them behind the other. `partial`
-    float32 [shares, runs, 2, Q, C + 2]: of a row that began before the run, and of one that begins
-    in it; sums, maximum and sum of weights. `factor`: scale * log2(e)."""
+    """Grid (shares of Q heads, runs): those of one run go side by side, so that one of them brings
+    a latent into the second-level cache for all. `latent`, `rotated`: descriptors of the cache as
+    rows [., C] and [., R], a block at a time; a block is `block_rows` of them behind the other.
+    `partial` float32 [shares, runs, 2, Q, C + 2]: of a row that began before the run, and of one
+    that begins in it; sums, maximum and sum of weights. `factor`: scale * log2(e)."""
     C: gl.constexpr = latent.block_shape[1]
     R: gl.constexpr = rotated.block_shape[1]
     WIDTH: gl.constexpr = C + R
@@ -201,11 +202,11 @@ def latent_decode_kernel(
         mbarrier.init(ready.index(stage), count=1)
     fence_async_shared()
     enter(DEPENDENT)
-    i_run = gl.program_id(0)
-    i_head = gl.program_id(1) * Q
+    i_run = gl.program_id(1)
+    i_head = gl.program_id(0) * Q
     total = gl.load(untils + ROWS).to(gl.int64)
-    begin = (i_run * total // gl.num_programs(0)).to(gl.int32)
-    end = ((i_run + 1) * total // gl.num_programs(0)).to(gl.int32)
+    begin = (i_run * total // gl.num_programs(1)).to(gl.int32)
+    end = ((i_run + 1) * total // gl.num_programs(1)).to(gl.int32)
     i_row = gl.load(rows + i_run)
     asked_row = i_row
     for stage in gl.static_range(STAGES):
@@ -265,7 +266,7 @@ def latent_decode_kernel(
             b_out = b_acc / b_sum[None, :]
             gl.store(p_out, b_out.to(out.dtype.element_ty), mask=m_q[None, :])
         else:
-            place = (gl.program_id(1) * gl.num_programs(0) + i_run) * 2 + (first >= begin).to(
+            place = (gl.program_id(0) * gl.num_programs(1) + i_run) * 2 + (first >= begin).to(
                 gl.int32
             )
             p_mine = partial + place.to(gl.int64) * SIZE + o_q * (C + 2)
