@@ -1,7 +1,9 @@
 """What drafts cost, as measured: the times of plain steps and of steps that verify, in medians.
 
 A step's time by itself says little: where steps are planned while others run, what one takes in
-late another takes in early. So what is measured is the mean of a few alike steps in a row.
+late another takes in early. So what is measured is the mean of a few alike steps in a row. And a
+machine that others use too is slower at one time than at another: steps that verify are compared
+with plain ones close to them.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ LEAST = 0.01  # tokens that a draft costs at least: what is free cannot be compa
 FEW = 2  # measurements of other sizes count as so many of a size's own
 SHARED = 0.5  # of what drafts add to a step, the part that is the same for any number of them
 MEASURED = 9  # of the newest measurements of a size the median counts
+NEAR = 2 * RUN  # steps of a size that may lie between those that are compared
 
 
 class RecentMedian:
@@ -48,6 +51,11 @@ class _Run:
         self.steps = self.drafts = 0
         self.seconds = 0.0
 
+    @property
+    def each(self) -> float:
+        """Seconds of a row's step."""
+        return self.seconds / (self.steps * self.kind[0])
+
 
 class DraftPrices:
     """What drafts cost, as measured, in tokens: the time that a draft adds to a step, over the time
@@ -59,6 +67,7 @@ class DraftPrices:
         self._extra: dict[tuple[int, int], RecentMedian] = {}
         self._seen: dict[tuple[int, int], int] = {}
         self._steps: dict[int, int] = {}
+        self._newest: dict[tuple[int, bool], tuple[_Run, int]] = {}
         self._run = _Run(0, 0)
 
     def turn(self, rows: int) -> int:
@@ -120,16 +129,25 @@ class DraftPrices:
     def _take(self, run: _Run) -> None:
         if not run.steps:
             return
-        rows, drafting = run.kind
-        size, each = _size_class(rows), run.seconds / (run.steps * rows)
-        plain = self._plain.setdefault(size, RecentMedian())
+        (rows, drafting), now = run.kind, self._steps.get(_size_class(run.kind[0]), 0)
+        size = _size_class(rows)
         if not drafting:
-            plain.add(each)
-        elif plain.value > 0.0:
-            drafts = run.drafts / run.steps
-            extra = (each / plain.value - 1.0) * rows / drafts
-            own = self._extra.setdefault((size, _share_class(rows, drafts)), RecentMedian())
-            own.add(max(extra, LEAST))
+            self._plain.setdefault(size, RecentMedian()).add(run.each)
+        other, at = self._newest.get((size, not drafting), (None, 0))
+        self._newest[size, drafting] = run, now
+        if other is not None and now - at <= NEAR + RUN:
+            self._compare(*((other, run) if drafting else (run, other)))
+        elif drafting and not self.measured(rows) and other is not None:
+            self._compare(other, run)
+
+    def _compare(self, plain: _Run, drafted: _Run) -> None:
+        """Of two runs of one size class."""
+        if plain.each <= 0.0:
+            return
+        rows, drafts = drafted.kind[0], drafted.drafts / drafted.steps
+        extra = (drafted.each / plain.each - 1.0) * rows / drafts
+        share = _size_class(rows), _share_class(rows, drafts)
+        self._extra.setdefault(share, RecentMedian()).add(max(extra, LEAST))
 
 
 def _share_class(rows: int, drafts: float) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from itertools import product
+from itertools import count, product
 from typing import Any
 
 import msgspec
@@ -254,6 +254,32 @@ def test_drafts_never_cost_more_than_they_bring(rate: float, price: float):
 def test_delays_by_others_do_not_make_drafts_look_cheap(price: float, rate: float):
     plain = PricedDriver(price, rate, num_tokens=0).seconds()
     assert plain / PricedDriver(price, rate, num_tokens=7, delays=8.0).seconds() > 0.97
+
+
+class SharedDriver(PricedDriver):
+    """On a machine that others use too, by turns: then all steps take four times as long."""
+
+    def __init__(self, turn: int, *, num_tokens: int = 7, adaptive: bool = True):
+        super().__init__(0.15, 0.8, num_tokens=num_tokens, adaptive=adaptive)
+        submit, steps = self.executor.submit, count()
+
+        def timed(plan: StepPlan) -> Any:
+            assert isinstance(self.clock, Clock)
+            before = self.clock.now
+            handle = submit(plan)
+            self.clock.now += (next(steps) // turn % 2) * 3.0 * (self.clock.now - before)
+            return handle
+
+        self.executor.submit = timed
+
+
+@pytest.mark.parametrize(
+    "turn", [90, *(pytest.param(n, marks=pytest.mark.slow) for n in (40, 60, 150))]
+)
+def test_a_busy_machine_does_not_make_drafts_look_dear(turn: int):
+    always = SharedDriver(turn, adaptive=False).seconds()
+    assert SharedDriver(turn, num_tokens=0).seconds() / always > 1.5
+    assert always / SharedDriver(turn).seconds() > 0.9
 
 
 def test_drafts_that_begin_to_stand_are_noticed():
