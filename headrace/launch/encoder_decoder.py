@@ -21,7 +21,12 @@ DECODER_KEYS: Mapping[str, tuple[str, ...]] = {
         "num_decoder_layers",
         "num_layers",
     ),
-    "num_attention_heads": ("decoder_num_attention_heads", "decoder_attention_heads", "num_heads"),
+    "num_attention_heads": (
+        "decoder_num_attention_heads",
+        "decoder_attention_heads",
+        "num_decoder_attention_heads",
+        "num_heads",
+    ),
     "head_dim": ("d_kv",),
     "intermediate_size": ("decoder_ffn_dim", "d_ff"),
     "vocab_size": ("tgt_vocab_size",),

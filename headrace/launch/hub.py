@@ -44,6 +44,7 @@ SMALL_FILES: Final = (
     "vocab-tgt.json",
     "merges.txt",
     "vocab.txt",
+    "prophetnet.tokenizer",
     "tokenizer.model",
     "spiece.model",
     "sentencepiece.bpe.model",

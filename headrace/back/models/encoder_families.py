@@ -18,6 +18,7 @@ ENCODER_DECODERS: Mapping[str, str] = {
     "BigBirdPegasusForConditionalGeneration": "bigbird_pegasus",
     "MarianMTModel": "marian",
     "FSMTForConditionalGeneration": "fsmt",
+    "ProphetNetForConditionalGeneration": "prophetnet",
     "M2M100ForConditionalGeneration": "m2m_100",
     "NllbMoeForConditionalGeneration": "nllb_moe",
     "WhisperForConditionalGeneration": "whisper",
@@ -155,6 +156,8 @@ def reserved_positions(family: str, config: Mapping[str, Any]) -> int:
     if family == "bert2bert":
         config = config.get("decoder") or config
         family = str(config.get("model_type")).removeprefix("xlm-")
+    if family == "prophetnet":  # the next token's place is read, too
+        return int(config.get("pad_token_id") or 0) + 2
     key = FIRST_POSITION.get(family)
     if key is None:
         return 0

@@ -141,11 +141,6 @@ MISSING = (
         needs="attention among tokens of one hash",
     ),
     Missing(
-        family="ProphetNet",
-        names=("ProphetNetForConditionalGeneration",),
-        needs="streams of guesses",
-    ),
-    Missing(
         family="CPM-Ant",
         names=("CpmAntForCausalLM",),
         needs="learned prompts, and biases by the segments of a text",

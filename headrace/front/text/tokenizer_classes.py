@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+PROPHETNET = "ProphetNetTokenizer"
 MARIAN, GPT2, ROBERTA = "MarianTokenizer", "GPT2Tokenizer", "RobertaTokenizer"
 PIECE_FILES = ("source.spm", "sentencepiece.bpe.model", "spiece.model")
 
@@ -48,6 +49,7 @@ _WORDS = {
         ("bert", "distilbert", "electra", "ernie", "megatron-bert", "mobilebert", "squeezebert"),
         "BertTokenizer",
     ),
+    "prophetnet": PROPHETNET,
     **dict.fromkeys(("convbert", "nomic_bert", "encoder-decoder"), "BertTokenizer"),
 }
 WORD_CLASSES = TokenizerClasses(

@@ -70,6 +70,8 @@ def _find(place: Path) -> tuple[str, Path]:
     if (place / "vocab-src.json").is_file():
         return "moses", place / "vocab-src.json"
     words = place / ("vocab.json" if (place / "merges.txt").is_file() else "vocab.txt")
+    if (place / "prophetnet.tokenizer").is_file():
+        words = place / "prophetnet.tokenizer"
     if words.is_file() and WORD_CLASSES.of(*_stated(place)):
         return "words", words
     if (place / "vocab.json").is_file() and not (place / "merges.txt").is_file():

@@ -1,8 +1,10 @@
 """Vocabularies of before tokenizer.json: vocab.json with merges.txt (byte-level BPE of GPT-2, OPT,
-RoBERTa, BART and theirs) and vocab.txt (BERT's word pieces), as documents of that kind.
+RoBERTa, BART and theirs) and vocab.txt (BERT's word pieces; prophetnet.tokenizer of ProphetNet),
+as documents of that kind.
 
 What stands around a prompt, each class of transformers says (5.23, tokenization_gpt2.py,
-tokenization_roberta.py, tokenization_blenderbot.py, tokenization_bert.py).
+tokenization_roberta.py, tokenization_blenderbot.py, tokenization_bert.py,
+tokenization_prophetnet.py).
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from tokenizers import Tokenizer as Library
 
 from headrace.base.config.hf import read_json
 from headrace.base.errors import CheckpointError
-from headrace.front.text.tokenizer_classes import GPT2, ROBERTA, WORD_CLASSES
+from headrace.front.text.tokenizer_classes import GPT2, PROPHETNET, ROBERTA, WORD_CLASSES
 from headrace.front.text.tokenizer_files import read_facts
 from headrace.front.text.tokenizer_json import JsonTokenizer
 
@@ -44,23 +46,23 @@ FAIRSEQ = {
     **{"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "sep_token": "</s>"},
     **{"pad_token": "<pad>", "cls_token": "<s>", "mask_token": "<mask>"},
 }
+PIECES = {
+    **{"unk_token": "[UNK]", "sep_token": "[SEP]", "pad_token": "[PAD]"},
+    "mask_token": "[MASK]",
+}
 END = "<|endoftext|>"
 KINDS: Mapping[str, WordKind] = {
     GPT2: WordKind(special=dict.fromkeys(("bos_token", "eos_token", "unk_token"), END)),
     ROBERTA: WordKind(special=FAIRSEQ),
     "BlenderbotTokenizer": WordKind(special=FAIRSEQ, prefix_space=True),
-    "BertTokenizer": WordKind(
-        special={
-            **{"unk_token": "[UNK]", "sep_token": "[SEP]", "pad_token": "[PAD]"},
-            **{"cls_token": "[CLS]", "mask_token": "[MASK]"},
-        }
-    ),
+    "BertTokenizer": WordKind(special={**PIECES, "cls_token": "[CLS]"}),
+    PROPHETNET: WordKind(special={**PIECES, "x_sep_token": "[X_SEP]"}),
 }
 """By the name of transformers' class."""
 
 
 def load_words(path: str) -> JsonTokenizer:
-    """The vocabulary of a folder, of which `path` is vocab.json or vocab.txt."""
+    """The vocabulary of a folder, of which `path` is vocab.json, or a list of word pieces."""
     file = Path(path)
     config = {
         **_json(file.parent / "special_tokens_map.json"),
@@ -71,7 +73,7 @@ def load_words(path: str) -> JsonTokenizer:
     kind = KINDS[named]
     stated = {name: _token(config[name]) for name in NAMES if config.get(name) is not None}
     special = {**kind.special, **stated}
-    if file.suffix == ".txt":
+    if file.suffix != ".json":
         library = _word_pieces(file, config, special)
     else:
         library = _byte_level(file, config, special, kind)
@@ -142,6 +144,9 @@ def _around(library: Library, named: str, special: Mapping[str, str]) -> Any:
     if named == "BlenderbotTokenizer":
         end = special["eos_token"]
         return _template(f"$A:0 {end}", f"$A:0 $B:0 {end}", {end: _id(library, end)})
+    if named == PROPHETNET:
+        end = special["sep_token"]
+        return _template(f"$A:0 {end}", f"$A:0 {end} $B:0 {end}", {end: _id(library, end)})
     first, last = special["cls_token"], special["sep_token"]
     ids = {token: _id(library, token) for token in (first, last)}
     single = f"{first}:0 $A:0 {last}:0"

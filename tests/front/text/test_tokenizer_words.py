@@ -48,11 +48,17 @@ def word_pieces(folder: Path, special: tuple[str, ...]) -> None:
     (folder / "vocab.txt").write_text("\n".join((*special, *words)), encoding="utf-8")
 
 
+def prophetnet(folder: Path, special: tuple[str, ...]) -> None:
+    word_pieces(folder, special)
+    (folder / "vocab.txt").rename(folder / "prophetnet.tokenizer")
+
+
 BERT = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 CASES: dict[str, tuple[Any, tuple[str, ...], str, dict[str, Any]]] = {
     "gpt2": (byte_level, ("<|endoftext|>",), "GPT2Tokenizer", {}),
     "roberta": (byte_level, FAIRSEQ, "RobertaTokenizer", {}),
     "bart": (byte_level, FAIRSEQ, "BartTokenizer", {"add_prefix_space": True}),
+    "prophetnet": (prophetnet, (*BERT, "[X_SEP]"), "ProphetNetTokenizer", {}),
     "bert": (word_pieces, BERT, "BertTokenizer", {}),
     "bert-cased": (word_pieces, BERT, "BertTokenizer", {"do_lower_case": False}),
 }
