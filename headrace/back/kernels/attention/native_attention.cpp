@@ -77,8 +77,10 @@ HR_INLINE void fetch_ahead(const T* from, int64_t count) {
 
 // Scores of all query rows against the KV positions [low, low + count). Blocks lie anywhere, so the hardware does not see
 // them coming: the values of these positions and the keys of the next tile are fetched ahead (1.9x at 33 MB of KV).
+// A function of its own, as mix_all: a call for each tile of KV, and the forms of caches share them. In each of thirty
+// attend() they were half of what the compiler did for all kernels.
 template <class T, class S>
-HR_INLINE void score(const Attention& p, const Task& task, int64_t kv_head, const char* panels, int64_t rows, int64_t low,
+__attribute__((noinline)) void score(const Attention& p, const Task& task, int64_t kv_head, const char* panels, int64_t rows, int64_t low,
                      int64_t count, float* scores) {
   const int64_t D = p.head_dim;
   alignas(64) T wide[kQuantized<S> ? 4 * kMaxHead : 1];
@@ -201,7 +203,7 @@ HR_INLINE void mix(const Attention& p, const Task& task, int64_t kv_head, int64_
 }
 
 template <class T>
-HR_INLINE void mix_all(const Attention& p, const Task& task, int64_t kv_head, int64_t rows, int64_t low, int64_t count,
+__attribute__((noinline)) void mix_all(const Attention& p, const Task& task, int64_t kv_head, int64_t rows, int64_t low, int64_t count,
                        const float* weights, const float* factors, float* sums) {
   for (int64_t m = 0; m < rows; m += 4) {
     const float* w = weights + m * kTokens;
@@ -462,7 +464,7 @@ HR_INLINE void plan_prefill(const Attention& p, int64_t row, int64_t queries, Co
   });
 }
 
-HR_INLINE Counts plan(const Attention& p, Task* tasks, Merge* merges, RowParts* parts) {
+Counts plan(const Attention& p, Task* tasks, Merge* merges, RowParts* parts) {
   Counts n;
   const auto queries = [&](int64_t row) { return p.query_start[row + 1] - p.query_start[row]; };
   for (int64_t row = 0; row < p.rows;) {
@@ -498,11 +500,7 @@ HR_INLINE bool sound(const Attention& p, int64_t num_blocks, int64_t num_tokens)
   return true;
 }
 
-template <class T, class S = T, int Most = kMaxHead>
-int32_t run(Attention& p) {
-#if defined(HR_AMX)
-  if constexpr (kIsBf16<T> && kInTiles<S> && Most == kMaxHead) if (fits_tiles<S>(p)) p.prefill_rows = rows_per_task(p);
-#endif
+int32_t run_tasks(Attention& p, HrTask attend_task, HrTask merge_task) {
   const Counts n = plan(p, nullptr, nullptr, nullptr);
   const int64_t bytes = n.merges * int64_t(sizeof(Merge)) + p.rows * int64_t(sizeof(RowParts)) +
                         n.tasks * int64_t(sizeof(Task)) + n.part_floats * 4;
@@ -514,14 +512,23 @@ int32_t run(Attention& p) {
   p.parts = reinterpret_cast<float*>(tasks + n.tasks);
   p.tasks = tasks, p.row_parts = row_parts;
   plan(p, tasks, merges, row_parts);
+  hr_parallel(attend_task, &p, n.tasks);
+  Merges all{&p, merges};
+  hr_parallel(merge_task, &all, n.merges);
+  return HR_OK;
+}
+
+template <class T, class S = T, int Most = kMaxHead>
+int32_t run(Attention& p) {
   HrTask task = attend<T, S, Most>;
 #if defined(HR_AMX)
-  if constexpr (kIsBf16<T> && kInTiles<S> && Most == kMaxHead) if (fits_tiles<S>(p)) task = attend_anyhow<S, attend<T, S, Most>>;
+  if constexpr (kIsBf16<T> && kInTiles<S> && Most == kMaxHead)
+    if (fits_tiles<S>(p)) {
+      p.prefill_rows = rows_per_task(p);
+      task = attend_anyhow<S, attend<T, S, Most>>;
+    }
 #endif
-  hr_parallel(task, &p, n.tasks);
-  Merges all{&p, merges};
-  hr_parallel(merge<T>, &all, n.merges);
-  return HR_OK;
+  return run_tasks(p, task, merge<T>);
 }
 
 // Values that are the beginning of the keys, one KV head.
