@@ -7,16 +7,16 @@ import contextlib
 import os
 import sys
 from collections import Counter
-from typing import Any
 
 import pytest
 
 from headrace.launch.packed_weights import unpack_weights
 from tests.covering import mark_rest_slow, one_of_skipped
 from tests.cpu_report import CpuReport
+from tests.forked import Forked
 from tests.frozen import Frozen
 from tests.parts import Part
-from tests.scopes import FEW, FolderScheduling, comes_first
+from tests.scopes import comes_first
 
 # Before anything imports torch. Its threads wait for each other by spinning: where tests run beside each other, an
 # operation of 0.1 ms then takes as long as the system leaves the other thread without a core.
@@ -39,6 +39,9 @@ else:
 def pytest_addoption(parser: pytest.Parser) -> None:
     """What the Makefile and who measures ask for."""
     parser.addoption("--part", metavar="K/N", help="of the chosen tests every Nth from the Kth on")
+    parser.addoption(
+        "--forks", type=int, default=0, help="tests at a time, as tests/forked.py does"
+    )
     parser.addoption("--cpu-to", metavar="FILE", help="append each test's processor seconds")
 
 
@@ -46,6 +49,9 @@ def pytest_configure(config: pytest.Config) -> None:
     """Every run says where its time went; some run in parts."""
     if _draws_the_same(config):
         _draw_no_constants()
+    if forks := config.getoption("forks"):
+        os.environ["TESTS_BESIDE_OTHERS"] = "1"
+        config.pluginmanager.register(Forked(config, forks))
     config.pluginmanager.register(CpuReport(config))
     config.pluginmanager.register(Frozen())
     if not hasattr(config, "workerinput"):
@@ -65,13 +71,6 @@ def pytest_pycollect_makeitem(
     marks = getattr(obj, "pytestmark", ())  # a mark alone: of a module that another one imports
     is_slow = isinstance(marks, list) and any(mark.name == "slow" for mark in marks)
     return [] if is_slow else None
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Of several workers only."""
-    few = config.getoption("dist") == "loadfile" and len(config.getoption("tx")) <= FEW
-    return FolderScheduling(config, log) if few else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -8,8 +8,9 @@ xgrammar, and so PyTorch and transformers. Where there are many workers the time
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 import pytest
-from xdist.scheduler import LoadFileScheduling
 
 TOGETHER = (
     *("tests/api", "tests/architecture", "tests/batches", "tests/core/grammar", "tests/dialects"),
@@ -25,10 +26,12 @@ def comes_first(item: pytest.Item) -> bool:
     return folder in TOGETHER or item.get_closest_marker("long") is not None
 
 
-class FolderScheduling(LoadFileScheduling):
-    """xdist's by files, with these folders whole."""
-
-    def _split_scope(self, nodeid: str) -> str:
-        file: str = super()._split_scope(nodeid)
+def scopes_of(nodeids: list[str], num_workers: int) -> list[list[int]]:
+    """Numbers of the tests that one worker runs, in the order of the first of each."""
+    scopes: dict[str, list[int]] = defaultdict(list)
+    for number, nodeid in enumerate(nodeids):
+        file = nodeid.partition("::")[0]
         folder = file.rpartition("/")[0]
-        return folder if folder in TOGETHER else file
+        together = folder in TOGETHER and num_workers <= FEW
+        scopes[folder if together else file].append(number)
+    return list(scopes.values())

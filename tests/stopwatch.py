@@ -16,8 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 _PRESSURE = Path("/proc/pressure/cpu")
-# Set by xdist in its workers, which run beside each other.
-BESIDE_OTHERS = "PYTEST_XDIST_WORKER" in os.environ
+# Set by xdist in its workers and by conftest.py.
+BESIDE_OTHERS = not {"PYTEST_XDIST_WORKER", "TESTS_BESIDE_OTHERS"}.isdisjoint(os.environ)
 
 
 def stalled_s() -> float:
@@ -55,11 +55,11 @@ class _Standstills:
         self._last_s, self._last_stalled_s = now_s, now_stalled_s
 
 
-_standstills = _Standstills()
+_standstills = None if BESIDE_OTHERS else _Standstills()
 
 
 def _all_lost_s() -> float:
-    return time.monotonic() if BESIDE_OTHERS else stalled_s() + _standstills.seconds
+    return time.monotonic() if _standstills is None else stalled_s() + _standstills.seconds
 
 
 class Stopwatch:

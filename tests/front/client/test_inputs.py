@@ -1,4 +1,5 @@
 import math
+from functools import cache
 
 import msgspec
 import pytest
@@ -15,7 +16,6 @@ from tests.spent import assert_within
 
 WIDTHS = RequestBounds(logits_width=500, context_tokens=64, eos_ids=(2, 3))
 LIMITS = Limits()
-CHECKER = InputChecker(vocabularies.byte_level(), LIMITS)
 INF, NAN = math.inf, math.nan
 
 
@@ -23,9 +23,14 @@ def made(prompt=(1, 2, 3), envelope=None, **params):
     return Generation(prompt_ids=list(prompt), params=SamplingParams(**params), **(envelope or {}))
 
 
+@cache
+def checker():
+    return InputChecker(vocabularies.byte_level(), LIMITS)
+
+
 def request(generation, request_id=1):
-    CHECKER.check(generation, WIDTHS)
-    return CHECKER.request(generation, WIDTHS, request_id)
+    checker().check(generation, WIDTHS)
+    return checker().request(generation, WIDTHS, request_id)
 
 
 # field -> (a value at the bound that works, values beyond it); T8
