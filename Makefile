@@ -19,13 +19,16 @@ GPU    := $(shell test -e /proc/driver/nvidia/version && echo yes)
 # Without a GPU the CPU build is wanted; the newest wheels would bring gigabytes of CUDA libraries.
 TORCH  ?= $(if $(GPU),torch>=2.11,torch==2.13.0)
 PIP    := PYTHONWARNINGS=ignore $(BIN)/python -m pip --disable-pip-version-check --no-input
+TOOLS  := $(VENV)/.installed-tools
 RUN    := $(VENV)/.installed
 DEV    := $(VENV)/.installed-dev
 EMBEDDER := $(VENV)/.installed-embedder
-# Bytecode is written even where the environment forbids it: each worker would compile the clients, transformers and all
-# tests, with their assertions rewritten, anew.
-PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
-BESIDE := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+# Bytecode is written even where the environment forbids it: each process would compile the clients, transformers and
+# all tests, with their assertions rewritten, anew.
+WRITING := PYTHONDONTWRITEBYTECODE=
+PYTEST := $(WRITING) $(BIN)/python -m pytest
+# Workers are forked from a process that has collected; a GPU that this has opened would be lost to them.
+BESIDE := $(if $(GPU),-n $(WORKERS) --dist loadfile --no-loadscope-reorder,--forks $(WORKERS))
 CROSS  := $(VENV)/.cross
 LOWEST := .venv-lowest
 LEG    := .venv-leg-$(PY)-$(subst ==,-,$(subst >=,-,$(TORCH)))
@@ -41,24 +44,30 @@ $(BIN)/python:
 	@echo "==> making $(VENV) with $(PYTHON)"
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed"; exit 2; }
 	@$(PYTHON) -m venv $(VENV)
-	@$(PIP) install -q --upgrade pip "setuptools>=77" wheel
 
-$(RUN): pyproject.toml setup.py | $(BIN)/python
+# What builds the package and its native kernels.
+$(TOOLS): pyproject.toml | $(BIN)/python
+	@$(PIP) install -q --upgrade pip "setuptools>=77" wheel "msgspec>=0.22"
+	@touch $@
+
+# Without bytecode: most modules of PyTorch are never imported, and compiling all takes 20 processor seconds. What serves
+# is compiled.
+$(RUN): pyproject.toml setup.py $(TOOLS)
 	@echo "==> installing $(TORCH) (about 200 MB without a GPU; once)"
-	@$(PIP) install -q "$(TORCH)" numpy
+	@$(PIP) install -q --no-compile "$(TORCH)" numpy
 	@echo "==> installing headrace"
-	@$(PIP) install -q --no-build-isolation -e .
+	@$(PIP) install -q --no-compile --no-build-isolation -e .
+	@$(WRITING) $(BIN)/python -c "import headrace.launch.core_process, headrace.front.server.process"
 	@touch $@
 
 # What runs needs the best instruction sets of this CPU alone: a fifth of the work. The tests of the others are slow.
 # build.py itself knows what is built, in half a second. A stamp in $(VENV) does not: it outlives a fresh checkout, and
-# then each process of the tests builds the library for itself.
+# then each process of the tests builds the library for itself. It does without PyTorch: `make test` installs meanwhile.
 native-here: ONLY := --here
-native native-here: $(RUN)
+native native-here: $(TOOLS)
 	@echo "==> the native CPU kernels"
 	@$(BIN)/python -m headrace.back.kernels.native.build $(ONLY) || echo "    none: PyTorch's operations serve instead"
 
-# Without bytecode: most modules of what the tests compare with are never imported.
 $(DEV): $(RUN)
 	@echo "==> installing the development tools"
 	@$(PIP) install -q --no-compile --no-build-isolation -e ".[dev]"
@@ -79,7 +88,7 @@ $(CROSS): | $(BIN)/python
 	else echo "==> no apt-get, or not root: tests skip what needs g++-aarch64-linux-gnu, qemu-user or valgrind"; fi
 	@touch $@
 
-serve: native-here
+serve: $(RUN) native-here
 	@$(BIN)/headrace serve $(ARGS)
 
 lint: $(DEV)
@@ -92,12 +101,11 @@ types: lint
 # where Python must not write it each would compile anew.
 unit: $(DEV) native-here
 	@$(BIN)/python -m compileall -q -x /test_ headrace tests
-	@$(BIN)/python -m tests.bytecode || echo "    the tests' bytecode is written by each worker"
 	@echo "==> pytest, $(WORKERS) at a time"
 	@$(PYTEST) -m "not slow" $(BESIDE) $(ARGS)
 
 # The compilers leave cores idle at times, and tests that wait do; what checks the text needs none of what they make.
-test: $(RUN)
+test: $(TOOLS)
 	@$(MAKE) --no-print-directory -j2 --output-sync=line native-here $(DEV)
 	@$(MAKE) --no-print-directory -j2 types unit  # line by line: a run that is cut off has no other output
 
@@ -136,7 +144,7 @@ test-gpu:
 	  --durations=20 tests/kernels/triton $$(grep -rlE "mark.gpu|test_cuda import .*DEVICES" tests --include="test_*.py") $(ARGS)
 
 # PEERS, PEER_PYTHON and LLAMA_SERVER name the other engines' files, interpreter and server, if there are any.
-bench-cpu: native-here
+bench-cpu: $(RUN) native-here
 	@$(BIN)/python -m benchmarks.cpu.run --write $(ARGS)
 
 # Draws the pictures of benchmarks/ from benchmarks/figures.json.
