@@ -166,7 +166,17 @@ def _step3_vl(config: ConfigReader) -> Keys:
 def _deepseek_v41(config: ConfigReader) -> Keys:
     """The text part's, whose tensors lie beside those of the tower."""
     text = config.section("text_config")
-    return {} if text is None else {**text.raw, "model_type": "deepseek_v41"}
+    keys: Keys = {} if text is None else {**text.raw, "model_type": "deepseek_v41"}
+    return keys | _deepseek_v4(ConfigReader({**config.raw, **keys}, config.where))
+
+
+def _deepseek_v4(config: ConfigReader) -> Keys:
+    """Published experts are e2m1, which is said apart from how the other weights are stored."""
+    stored = config.section("quantization_config")
+    if stored is None or "expert_dtype" not in config:
+        return {}
+    kind = {"expert_dtype": config.raw["expert_dtype"]}
+    return {"quantization_config": {**kind, **stored.raw}}
 
 
 def _deepseek_vl2(config: ConfigReader) -> Keys:
@@ -209,6 +219,7 @@ EXPERT_KEYS: Mapping[str, Callable[[ConfigReader], Keys]] = {
     "LongcatFlashNgramForCausalLM": _longcat_ngram,
     "LLaDA2MoeModelLM": _llada_2,
     "Step3VLForConditionalGeneration": _step3_vl,
+    "DeepseekV4ForCausalLM": _deepseek_v4,
     "DeepseekV41ForCausalLM": _deepseek_v41,
     "DeepseekVLV2ForCausalLM": _deepseek_vl2,
     **dict.fromkeys(

@@ -24,8 +24,8 @@ from headrace.base.config.quantization_activations import (
 
 def fp8(config: ConfigReader) -> StoredQuantization:
     """fp8 of transformers and DeepSeek: e4m3, a scale per block of outputs x inputs, or one; with
-    `store_dtype` mxfp4 experts are e2m1 (MiMo). `output_sections`, ours: see Numbers.sections, by
-    the module's last name."""
+    `store_dtype` mxfp4 or `expert_dtype` fp4 experts are e2m1 (MiMo, DeepSeek V4).
+    `output_sections`, ours: see Numbers.sections, by the module's last name."""
     config.choice("fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
     config.choice("scale_fmt", ("ue8m0", "float", "float32"), "float")
     block = config.list("weight_block_size", (), of=int)
@@ -44,10 +44,14 @@ def fp8(config: ConfigReader) -> StoredQuantization:
 
 def _others(config: ConfigReader, numbers: Numbers) -> Iterator[Rule]:
     """Of modules that are stored otherwise than all."""
-    if config.choice("store_dtype", ("fp8", "mxfp4"), "fp8") == "mxfp4":
+    fours = config.choice("store_dtype", ("fp8", "mxfp4"), "fp8") == "mxfp4"
+    if config.choice("expert_dtype", ("fp8", "fp4"), "fp8") == "fp4" or fours:
         size = config.int("mxfp4_block_size", 32, ge=32, le=32)
         experts = Numbers(arrangement="mxfp4-quark", bits=4, group=(1, size))
         yield Rule(targets=(r"re:.*\.experts\.\d+\.",), numbers=experts)
+    if numbers.group is not None:  # DeepSeek V4.1's tables of n-grams, row by row
+        rows = msgspec.structs.replace(numbers, group=(1, 32))
+        yield Rule(targets=(r"re:.*\.engram\.embed$",), numbers=rows)
     sections = config.section("output_sections")
     if sections is not None:
         for module in sections.raw:

@@ -74,6 +74,8 @@ _HQQ = (
 """What HQQ writes beside a weight; only its shape is needed."""
 _SMOOTH = "{module}.pre_quant_scale"
 """What inputs are multiplied with before (SmoothQuant, AWQ), where it is not in the norm before."""
+OF_MODULE = {"scales": "{module}.scale"}
+"""As DeepSeek calls them since V4."""
 _BNB = "{weight}.quant_state.bitsandbytes__"
 ARRANGEMENTS: Mapping[str, Arrangement] = {
     "gptq": Arrangement(
@@ -195,6 +197,7 @@ ARRANGEMENTS: Mapping[str, Arrangement] = {
         dtypes=FP8,
         shape=values_shape,
         expected=scaled_members,
+        elsewhere=OF_MODULE,
     ),
     "nvfp4-packed": Arrangement(
         roles={
@@ -214,9 +217,10 @@ ARRANGEMENTS: Mapping[str, Arrangement] = {
     ),
     "mxfp4-quark": Arrangement(
         roles={"values": "{weight}", "scales": "{weight}_scale"},
-        dtypes=("U8",),
+        dtypes=("U8", "I8"),
         shape=nibbles_shape,
         expected=nibbles_members,
+        elsewhere=OF_MODULE,
     ),
     "nvfp4": Arrangement(
         roles={

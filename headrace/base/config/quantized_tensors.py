@@ -185,7 +185,7 @@ def _tensor(
     weight: str, numbers: Numbers, headers: Mapping[str, Header], content: Bytes, where: str
 ) -> QuantizedTensor:
     arrangement = ARRANGEMENTS[numbers.arrangement]
-    names = arrangement.names(weight)
+    names = arrangement.names(weight, headers)
     needed = {name for role, name in names.items() if role not in arrangement.optional}
     missing = sorted(needed - headers.keys())
     if missing:

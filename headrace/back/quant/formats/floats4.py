@@ -187,4 +187,5 @@ def _levels(packed: torch.Tensor) -> torch.Tensor:
 
 def _both(packed: torch.Tensor) -> torch.Tensor:
     """The halves of bytes, uint8, twice as many along the last dimension."""
+    packed = packed.view(torch.uint8)  # DeepSeek's are int8
     return torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
