@@ -184,6 +184,30 @@ def test_steps_of_what_indexers_choose_are_recorded_on_a_gpu(name: str, tmp_path
     core.executor.close()
 
 
+ON_GPUS = (
+    *("qwen3-moe", "gpt-oss", "llama4", "gemma3n", "deepseek-v3", "mimo-v2-flash"),
+    *("falcon-mamba", "granite-hybrid-experts", "zamba2", "qwen3.5-moe", "kimi-linear", "minimax"),
+    *("lfm2-moe", "jamba"),
+)
+"""Of each kind of layer one."""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+@pytest.mark.parametrize("name", ON_GPUS)
+def test_a_gpu_says_what_transformers_says(name: str, tmp_path: Path) -> None:
+    """MOD-17: in chunks, beside another request, and behind a prefix."""
+    oracle = save_oracle(tiny_config(name), tmp_path)
+    core = engine(tmp_path, device="cuda")
+    first, second = prompts_of(41, 23)
+    prompts = {1: first, 2: second}
+    expected = {id: greedy(oracle, prompt) for id, prompt in prompts.items()}
+    assert answers(core, prompts) == (expected, 0)
+    follow_up = [*first, *second[:5]]
+    assert answers(core, {3: follow_up}) == ({3: greedy(oracle, follow_up)}, 32)
+    core.executor.close()
+
+
 HYBRIDS = (
     *("jamba", "zamba2", "falcon-h1", "nemotron-h", "granite-hybrid-experts", *DELTAS),
     *("zamba", "recurrent-gemma", "zaya", "hy-v4", "minimax-m3", "qwen4", "inkling"),
