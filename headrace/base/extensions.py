@@ -34,6 +34,9 @@ SCHEDULERS = "headrace.schedulers"
 DRAFTERS = "headrace.drafters"
 PLATFORMS = "headrace.platforms"
 IO_PROCESSORS = "headrace.io_processors"
+QUANTIZATIONS = "headrace.quantizations"
+POOLERS = "headrace.poolers"
+EXECUTORS = "headrace.executors"
 GROUPS: Mapping[str, str] = {
     MODELS: "an architecture of config.json -> build(scope, config), as in back/models",
     LOGITS_PROCESSORS: "a function (token_ids, logits) -> logits over one row",
@@ -45,6 +48,9 @@ GROUPS: Mapping[str, str] = {
     DRAFTERS: "make(spec, device) -> Drafter (back/speculative/drafter.py), a method of its name",
     PLATFORMS: "a Platform (back/platforms/foreign.py), for --device",
     IO_PROCESSORS: "make(text) -> IOProcessor (front/client/io_processor.py), for data of /pooling",
+    QUANTIZATIONS: "a QuantizationFormat (base/config/foreign_quantization.py), a quant_method",
+    POOLERS: "pool(hidden_TE) -> [E], a way of `pooling` by its name",
+    EXECUTORS: "make(spec) -> Executor (core/ports.py), for --executor",
 }
 """Group of entry points -> what each of its names stands for."""
 

@@ -322,8 +322,9 @@ def _check_pooling(request: EngineRequest, facts: WorkerFacts) -> None:
         return
     if request.stop.max_tokens != 0 or request.sampling.prompt_logprobs is not None:
         raise InvalidRequest("a pooled request makes no tokens: max_tokens must be 0")
-    if pooling.how not in POOLINGS:
-        known = ", ".join(POOLINGS)
+    known_ways = (*POOLINGS, *extensions.allowed(extensions.POOLERS))
+    if pooling.how not in known_ways:
+        known = ", ".join(known_ways)
         raise InvalidRequest(f"pooling is {pooling.how!r}, not one of {known}", field="pooling")
     for name in ("second_at", "first"):
         check_between(name, getattr(pooling, name), 0, len(request.prompt) // TOKEN_BYTES)

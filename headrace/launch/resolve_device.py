@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from headrace.base.config.device_options import DeviceOptions
+from headrace.base import extensions
+from headrace.base.config.device_options import OWN_EXECUTORS, DeviceOptions
 from headrace.base.config.resolved import DeviceSpec, ExpertBalanceSpec, ExpertGroupSpec
 from headrace.base.config.tree import Options
 from headrace.base.config.units import parse_bytes
@@ -44,6 +45,7 @@ def resolve_device(
     ranks = world * most_replicas(requested)
     _check_devices(requested, kind, machine, world=world, ranks=ranks)
     _check_shares(requested, world, kind)
+    _check_executor(requested.executor)
     executor = choose.pick(
         "--executor",
         requested.executor,
@@ -130,6 +132,16 @@ def _copies(requested: DeviceOptions) -> str:
     if requested.max_replicas is None:
         return f"{_split(requested)} x {_cores(requested)}"
     return f"{_split(requested)} x --max-replicas {requested.max_replicas}"
+
+
+def _check_executor(name: str) -> None:
+    known = (*OWN_EXECUTORS, *extensions.allowed(extensions.EXECUTORS))
+    if name not in known:
+        raise ConfigError(
+            f"--executor {name!r} is not known (known: {', '.join(known)}; --extensions says which "
+            "packages' are)",
+            field="executor",
+        )
 
 
 def _check_devices(

@@ -3,13 +3,14 @@ it is chosen."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
 from headrace.back.kernels.triton import compilers
 from headrace.back.platforms import huge_pages
 from headrace.back.platforms.cpu import usable_cores
-from headrace.base import env
+from headrace.base import env, extensions
 from headrace.base.config.quantization_options import WEIGHT_BITS
 from headrace.base.config.resolved import EngineSpec, ModelSpec
 from headrace.base.config.weight_files import find_weight_files
@@ -49,10 +50,16 @@ def make_executor(spec: EngineSpec) -> Executor:
     try:
         with compilers.expected(device.device if device.executor == "inline" else "elsewhere"):
             with collection_paused():
-                executor = EXECUTORS.load(device.executor)
-            return cast(Executor, executor(spec))
+                make = _maker(device.executor)
+            return cast(Executor, make(spec))
     finally:
         huge_pages.settle()
+
+
+def _maker(name: str) -> Callable[[EngineSpec], object]:
+    if name in extensions.allowed(extensions.EXECUTORS):
+        return cast("Callable[[EngineSpec], object]", extensions.load(extensions.EXECUTORS, name))
+    return EXECUTORS.load(name)
 
 
 def _expected_bytes(model: ModelSpec) -> int:

@@ -7,9 +7,10 @@ hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from enum import Enum
+from typing import cast
 
 import numpy as np
 import torch
@@ -17,8 +18,9 @@ import torch
 from headrace.back.kernels.upload import to_host
 from headrace.back.layers.pooling import Projection, projected
 from headrace.back.runner.batch import StepShape
-from headrace.base.errors import HeadraceError, NonFiniteLogits
-from headrace.base.wire.pooling import Pooled, RowPooling
+from headrace.base import extensions
+from headrace.base.errors import HeadraceError, InvalidRequest, NonFiniteLogits
+from headrace.base.wire.pooling import POOLINGS, Pooled, RowPooling
 from headrace.base.wire.step import RowStart
 
 Classify = Callable[[torch.Tensor], torch.Tensor]
@@ -27,15 +29,18 @@ Classify = Callable[[torch.Tensor], torch.Tensor]
 @dataclass(frozen=True, kw_only=True)
 class Vectors:
     """Pooled vectors of one step, to be read once the device has passed it: `counts[i]` rows of
-    `values` belong to the step's row `index[i]`, from prompt position `start[i]` on."""
+    `values` belong to the step's row `index[i]`, from prompt position `start[i]` on. `errors`: of
+    rows for which there are none."""
 
     index: list[int]
     start: list[int]
     counts: list[int]
     values: np.ndarray
+    errors: Mapping[int, HeadraceError] = field(default_factory=dict)
 
     def read(self, failed: dict[int, HeadraceError]) -> list[tuple[int, Pooled]]:
         """What is finite, by index of the step's rows; the rest goes to `failed`."""
+        failed.update(self.errors)
         pooled, at = [], 0
         for index, start, count in zip(self.index, self.start, self.counts, strict=True):
             values = self.values[at : at + count]
@@ -66,16 +71,21 @@ LEXICAL_TOKENS = 64
 class _Row:
     """One row that is pooled; `total_E` is the sum so far, for the mean."""
 
-    __slots__ = ("asked", "num_prompt", "total_E")
+    __slots__ = ("asked", "chunks", "function", "num_prompt", "total_E")
 
     def __init__(self, asked: RowPooling, num_prompt: int) -> None:
         self.asked = asked
+        self.function = None if asked.how in POOLINGS else _foreign(asked.how)
+        self.chunks: list[torch.Tensor] = []
         self.num_prompt = num_prompt
         self.total_E: torch.Tensor | None = None
 
     def take(self, hidden_QE: torch.Tensor, first: int) -> torch.Tensor | None:
         """The vectors this chunk gives, [n, E]; `first` is its first position."""
         how, last = self.asked.how, first + hidden_QE.shape[0] == self.num_prompt
+        if self.function is not None:
+            self.chunks.append(hidden_QE.float())
+            return _applied(self.function, how, torch.cat(self.chunks)) if last else None
         if how == "tokens":
             return hidden_QE
         if how == "cls":
@@ -90,6 +100,32 @@ class _Row:
             return None
         mean_1E = (total_E / (self.num_prompt - self.asked.first))[None]
         return mean_1E.to(hidden_QE.dtype) if self.asked.head else mean_1E
+
+
+def _none(errors: Mapping[int, HeadraceError]) -> Vectors:
+    return Vectors(index=[], start=[], counts=[], values=np.zeros((0, 0)), errors=errors)
+
+
+Pool = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _foreign(name: str) -> Pool:
+    return cast(Pool, extensions.load(extensions.POOLERS, name))
+
+
+def _applied(pool: Pool, name: str, hidden_QE: torch.Tensor) -> torch.Tensor:
+    """[1, E] by a package's function; InvalidRequest, with its name, if it fails."""
+    try:
+        vector_E = pool(hidden_QE)
+        wrong = None if vector_E.shape == hidden_QE.shape[1:] else f"gives {list(vector_E.shape)}"
+    except Exception as error:
+        wrong = f"{type(error).__name__}: {error}"
+    if wrong is not None:
+        raise InvalidRequest(
+            f"extension {name}: {wrong}; a vector of {hidden_QE.shape[1]} numbers is wanted",
+            field="pooling",
+        )
+    return vector_E.float()[None]
 
 
 class Pooler:
@@ -118,20 +154,25 @@ class Pooler:
     def pool(self, shape: StepShape, hidden_TE: torch.Tensor) -> list[Vectors]:
         """What the step gives: one entry of each kind there is."""
         taken: dict[_Kind, list[tuple[int, int, torch.Tensor]]] = {kind: [] for kind in _Kind}
+        errors: dict[int, HeadraceError] = {}
         for index, row in enumerate(shape.rows.tolist()):
             owner = self.rows.get(row)
             if owner is None:
                 continue
             begin, end = shape.query_start[index : index + 2].tolist()
             first = int(shape.position_T[begin])
-            if owner.asked.how == "lexical":
-                state: torch.Tensor | None = self._words(hidden_TE[begin:end])
-            else:
-                state = owner.take(hidden_TE[begin:end], first)
+            try:
+                state = self._state(owner, hidden_TE[begin:end], first)
+            except InvalidRequest as error:  # of a package's function
+                state, errors[index] = None, error
             if state is not None:
                 start = first if owner.asked.how == "tokens" else 0
                 taken[self._kind(owner.asked)].append((index, start, state))
-        return [self._sent(parts, kind) for kind, parts in taken.items() if parts]
+        sent = [self._sent(parts, kind) for kind, parts in taken.items() if parts]
+        return [*sent, _none(errors)] if errors else sent
+
+    def _state(self, row: _Row, hidden_QE: torch.Tensor, first: int) -> torch.Tensor | None:
+        return self._words(hidden_QE) if row.asked.how == "lexical" else row.take(hidden_QE, first)
 
     def _kind(self, asked: RowPooling) -> _Kind:
         if asked.how == "lexical":

@@ -9,6 +9,9 @@ from msgspec import Meta
 
 from headrace.base.config.bounds import Auto, Natural, Processes
 
+OWN_EXECUTORS = ("auto", "inline", "processes", "null")
+"""What `--executor` takes without packages."""
+
 
 class DeviceOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Where and in how many processes the model runs."""
@@ -37,9 +40,10 @@ class DeviceOptions(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = ()
     executor: Annotated[
-        Literal["auto", "inline", "processes", "null"],
+        str,
         Meta(
-            description="Workers inside the core process, in processes of their own, or none (a fake for measuring)."
+            description="Workers inside the core process (inline), in processes of their own (processes), or none "
+            "(null, a fake for measuring); or an extension's."
         ),
     ] = "auto"
     tensor_parallel: Annotated[Processes, Meta(description="Devices that share each layer.")] = 1

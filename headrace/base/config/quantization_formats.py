@@ -14,6 +14,8 @@ from typing import Any
 
 import msgspec
 
+from headrace.base import extensions
+from headrace.base.config.foreign_quantization import read_foreign
 from headrace.base.config.hf import ConfigReader
 from headrace.base.config.quantization import (
     EVERY,
@@ -65,7 +67,11 @@ def stored_quantization(raw: Mapping[str, Any], where: str) -> StoredQuantizatio
 
 
 def _read(config: ConfigReader, model: Mapping[str, Any]) -> StoredQuantization:
-    method = config.choice("quant_method", tuple(METHODS), aliases=("quantization_method",))
+    foreign = extensions.allowed(extensions.QUANTIZATIONS)
+    known = (*METHODS, *(name for name in foreign if name not in METHODS))
+    method = config.choice("quant_method", known, aliases=("quantization_method",))
+    if method not in METHODS:
+        return read_foreign(method, config)
     if method in _SIZED and "hidden_size" in model:
         sized = {"hidden_size": model["hidden_size"], **config.raw}
         config = ConfigReader(sized, config.where)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from headrace.base.config.arrangement import Arrangement
+from headrace.base.config.foreign_quantization import foreign_format
 from headrace.base.config.further_arrangements import FURTHER
 from headrace.base.config.looked_up_arrangements import LOOKED_UP
 from headrace.base.config.quantized_shapes import (
@@ -361,3 +362,8 @@ ARRANGEMENTS: Mapping[str, Arrangement] = {
     **FURTHER,
     **LOOKED_UP,
 }
+
+
+def arrangement_of(name: str) -> Arrangement:
+    """The row of this name, or that of a package's format."""
+    return ARRANGEMENTS[name] if name in ARRANGEMENTS else foreign_format(name).arrangement

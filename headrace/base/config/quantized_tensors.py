@@ -14,7 +14,7 @@ import msgspec
 
 from headrace.base.config.arrangement import Arrangement
 from headrace.base.config.quantization import Numbers, StoredQuantization
-from headrace.base.config.quantized_arrangements import ARRANGEMENTS, FP8
+from headrace.base.config.quantized_arrangements import FP8, arrangement_of
 from headrace.base.config.quantized_shapes import Header, StoredMembers
 from headrace.base.errors import CheckpointError
 
@@ -148,7 +148,7 @@ def _weights(
     for kind in sorted(
         kinds | ({quantization.sparse} - {""}), key=lambda k: k != quantization.sparse
     ):
-        arrangement = ARRANGEMENTS[kind]
+        arrangement = arrangement_of(kind)
         for name, header in headers.items():
             weight = arrangement.weight_of(name) if header.dtype in arrangement.dtypes else None
             if weight is None or name in sparse or _is_scale(weight, arrangement, headers):
@@ -184,7 +184,7 @@ def _is_scale(weight: str, arrangement: Arrangement, headers: Mapping[str, Heade
 def _tensor(
     weight: str, numbers: Numbers, headers: Mapping[str, Header], content: Bytes, where: str
 ) -> QuantizedTensor:
-    arrangement = ARRANGEMENTS[numbers.arrangement]
+    arrangement = arrangement_of(numbers.arrangement)
     names = arrangement.names(weight, headers)
     needed = {name for role, name in names.items() if role not in arrangement.optional}
     missing = sorted(needed - headers.keys())

@@ -16,7 +16,7 @@ from headrace.back.models.load.safetensors import TORCH_DTYPES, SafetensorsSourc
 from headrace.back.models.load.source import HOST, CheckpointTensor
 from headrace.back.parallel.param import StoredRows
 from headrace.back.quant.cache_scales import CacheScales
-from headrace.back.quant.formats import KEPT_READERS, READERS, WHOLE
+from headrace.back.quant.formats import KEPT_READERS, WHOLE, reader_of
 from headrace.back.quant.formats.groups import Groups, joined
 from headrace.back.quant.kept import BITSANDBYTES, kept_scheme, levelled_scheme
 from headrace.base.config.cache_scales import CACHE_ZEROS, cache_scale
@@ -142,7 +142,7 @@ class QuantizedSource:
         def read(role: str, *cuts: slice) -> torch.Tensor:
             return self._member(weight.members[role], index, cuts, target.device)
 
-        reader = READERS[weight.numbers.arrangement]
+        reader = reader_of(weight.numbers.arrangement)
         for first in range(rows.start, rows.stop, step):
             part = slice(first, min(first + step, rows.stop))
             groups = reader(weight, read, part, columns)

@@ -11,6 +11,7 @@ R rows, C columns of the rectangle, G groups of its columns.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Protocol, cast
 
 from headrace.back.quant.formats import (
     bitsandbytes,
@@ -30,6 +31,7 @@ from headrace.back.quant.formats import (
     vectors,
 )
 from headrace.back.quant.formats.groups import Groups, Read
+from headrace.base.config.foreign_quantization import foreign_format
 from headrace.base.config.quantized_tensors import QuantizedTensor
 
 Reader = Callable[[QuantizedTensor, Read, slice, slice], Groups]
@@ -129,3 +131,16 @@ KEPT_READERS: Mapping[str, Reader] = {
     "mlx-nvfp4": floats4.in_words(floats4.modelopt_bits),
 }
 """The same for weights that are kept as they are stored: values are their bits."""
+
+
+class _Foreign(Protocol):
+    """What a package's format has for this layer."""
+
+    groups: Reader
+
+
+def reader_of(arrangement: str) -> Reader:
+    """Of a row, or of a package's format (base/config/foreign_quantization.py)."""
+    if arrangement in READERS:
+        return READERS[arrangement]
+    return cast(_Foreign, foreign_format(arrangement)).groups

@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 from starlette.responses import Response
 
+from headrace.base import extensions
 from headrace.base.errors import InvalidRequest
 from headrace.base.wire.media import MediaInput
 from headrace.front.client.pooling import Float32, PooledAnswer, finish_embedding, probabilities
@@ -60,6 +61,7 @@ _EMBED = ("embed", "token_embed")
 BINARY = ("bytes", "bytes_only")
 
 
+_WAYS = ("cls", "last", "mean", "all", "step")
 _PER_TOKEN = {"token_embed", "token_classify"}
 
 
@@ -178,6 +180,11 @@ def inside(ends: tuple[int, int], ids: list[int], *, weights: bool) -> slice:
 
 def _how(context: RequestContext, request: PoolingRequest, task: str) -> str:
     pooling = request.pooling
+    known = *_WAYS, *extensions.allowed(extensions.POOLERS)
+    if pooling is not None and pooling not in known:
+        raise InvalidRequest(
+            f"pooling: {pooling!r:.100} given; one of {', '.join(known)} is wanted", field="pooling"
+        )
     if pooling in ("all", "step") or (pooling is None and task in _PER_TOKEN):
         return "tokens"
     if pooling is not None and task in _PER_TOKEN:

@@ -135,7 +135,7 @@ class PoolingRequest(TextRequest, frozen=True, kw_only=True):
     `step_tag_id`)."""
 
     task: Literal["embed", "classify", "token_embed", "token_classify"] | None = None
-    pooling: Literal["cls", "last", "mean", "all", "step"] | None = None
+    pooling: str | None = None
     step_tag_id: TokenId | None = None
     dimensions: Annotated[int, Meta(ge=1, lt=2**31)] | None = None
     normalize: bool | None = None
