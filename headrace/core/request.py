@@ -355,17 +355,17 @@ class RowsInTurns(RowTable):
     """Rows of which a step decodes one of `parts`, in turns, as far as there are so many: so the
     stages of a pipeline compute steps that do not wait for each other's tokens."""
 
-    def __init__(self, num_rows: int, block_tokens: int, *, parts: int) -> None:
+    def __init__(self, num_rows: int, block_tokens: int, *, parts: int = 1) -> None:
         super().__init__(num_rows, block_tokens)
-        self._parts, self._turn = parts, 0
+        self.parts, self._turn = parts, 0
 
     def to_decode(self) -> npt.NDArray[np.intp]:
         """See RowTable."""
         rows = super().to_decode()
-        bounds = [part * len(rows) // self._parts for part in range(self._parts + 1)]
-        for _ in range(self._parts):
+        bounds = [part * len(rows) // self.parts for part in range(self.parts + 1)]
+        for _ in range(self.parts):
             begin, end = bounds[self._turn : self._turn + 2]
-            self._turn = (self._turn + 1) % self._parts
+            self._turn = (self._turn + 1) % self.parts
             if begin < end:
                 return rows[begin:end]
         return rows

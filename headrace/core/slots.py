@@ -74,7 +74,7 @@ class RememberingRows(RowTable):
         super().__init__(num_rows, spec.kv.block_tokens)
         self.folder = Path(folder)
         self.max_bytes = spec.kv.slot_save_bytes
-        self.num_ranks = spec.device.tensor_parallel
+        self.num_ranks = spec.device.world_size
         self.core = secrets.token_hex(8)
         self.last: list[Request | None] = [None] * num_rows
 
@@ -87,13 +87,24 @@ class RememberingRows(RowTable):
         return row
 
 
+class RememberingRowsInTurns(RememberingRows, RowsInTurns):
+    """Both, for the stages of a pipeline."""
+
+    def __init__(self, spec: EngineSpec, folder: str, num_rows: int) -> None:
+        super().__init__(spec, folder, num_rows)
+        self.parts = spec.scheduler.stages
+
+
 def rows_of(spec: EngineSpec, num_rows: int) -> RowTable:
     """The rows of a core."""
-    if spec.scheduler.stages > 1:
-        return RowsInTurns(num_rows, spec.kv.block_tokens, parts=spec.scheduler.stages)
-    if spec.kv.slot_save_path is None:
-        return RowTable(num_rows, spec.kv.block_tokens)
-    return RememberingRows(spec, spec.kv.slot_save_path, num_rows)
+    folder, stages = spec.kv.slot_save_path, spec.scheduler.stages
+    if folder is not None and stages > 1:
+        return RememberingRowsInTurns(spec, folder, num_rows)
+    if folder is not None:
+        return RememberingRows(spec, folder, num_rows)
+    if stages > 1:
+        return RowsInTurns(num_rows, spec.kv.block_tokens, parts=stages)
+    return RowTable(num_rows, spec.kv.block_tokens)
 
 
 def listed(engine: EngineView, call: Call) -> dict[str, object]:

@@ -322,7 +322,7 @@ def _start(arguments: argparse.Namespace, status: socket.socket) -> CoreLoop:
     hooks += chosen_hooks(spec, lambda: core, core_socket=socket_path)
     if adapters is not None:
         hooks.append(adapters)
-    ranks = spec.device.tensor_parallel
+    ranks = spec.device.world_size
     if (transfer := spec.kv.transfer) is not None:
         hooks.append(transfers_of(transfer, ranks, lambda: core, socket_path))
     if (store := spec.kv.store) is not None:

@@ -61,9 +61,13 @@ _PLAIN_SUMS = RefusedPair("its layers do not read and write one residual of a de
 _GRAMMARS = ShownPair("e2e/test_pipeline.py::test_grammars_are_followed_over_several_processes")
 _DRAFTS = ShownPair("e2e/test_pipeline.py::test_ranks_draft_without_a_difference")
 _IN_FILES: Mapping[str, Entry] = {
-    TENSOR: ShownPair("e2e/test_kv_transfers.py::test_ranks_have_files_of_their_own"),
-    PIPELINE: RefusedPair("each stage would have files of its own, which nobody puts together"),
+    TENSOR: ShownPair("e2e/test_kv_transfers.py::test_ranks_and_stages_have_files_of_their_own"),
+    PIPELINE: ShownPair(
+        "e2e/test_kv_transfers.py::test_ranks_and_stages_have_files_of_their_own",
+        "a server with as many stages and ranks reads them",
+    ),
 }
+_SLOTS = ShownPair("e2e/test_slots.py::test_quantized_caches_and_ranks_have_files_too")
 _ONE_KIND = RefusedPair("stages hand on the residual of a decoder's tokens alone")
 
 MODES = (
@@ -332,13 +336,13 @@ FEATURES: tuple[Feature, ...] = (
         name=STORE,
         option="--kv-store-path",
         wanted=lambda start: start.engine.kv.store is not None,
-        beside=_IN_FILES,
+        beside={**_IN_FILES, PIPELINE: UnshownPair("its files are those of transfers")},
     ),
     Feature(
         name=SLOTS,
         option="--slot-save-path",
         wanted=lambda start: start.engine.kv.slot_save_path is not None,
-        beside=_IN_FILES,
+        beside=dict.fromkeys((TENSOR, PIPELINE), _SLOTS),
     ),
     Feature(
         name="sharded state",

@@ -55,6 +55,7 @@ class Pair:
         self,
         model: Path = MODEL,
         ranks: int = 1,
+        stages: int = 1,
         speculation: SpeculationOptions | None = None,
         **kv: Any,
     ) -> tuple[Engine, KVTransfers]:
@@ -69,17 +70,22 @@ class Pair:
             ),
         )
         spec = resolve_options(tree).engine
-        engine = self._over(spec, model, ranks)
+        spec = msgspec.structs.replace(
+            spec, scheduler=msgspec.structs.replace(spec.scheduler, stages=stages)
+        )
+        engine = self._over(spec, model, ranks, stages)
         transfer = spec.kv.transfer
         assert transfer is not None
-        hook = KVTransfers(transfer, ranks, lambda: engine.core)
+        hook = KVTransfers(transfer, ranks * stages, lambda: engine.core)
         engine.core = EngineCore(spec, engine.executor, hooks=[hook])
         return engine, hook
 
-    def _over(self, spec: EngineSpec, model: Path, ranks: int) -> Engine:
-        if ranks > 1:
+    def _over(self, spec: EngineSpec, model: Path, ranks: int, stages: int) -> Engine:
+        if ranks * stages > 1:
             engine = Engine(spec)
-            device = msgspec.structs.replace(spec.device, tensor_parallel=ranks, threads=1)
+            device = msgspec.structs.replace(
+                spec.device, tensor_parallel=ranks, pipeline_parallel=stages, threads=1
+            )
             engine.executor.close()
             engine.executor = ProcessExecutor(msgspec.structs.replace(spec, device=device))
             self._made.append(engine)
@@ -360,9 +366,11 @@ def test_a_prompt_that_passes_again_and_again_has_one_answer(
 
 
 @pytest.mark.slow
-def test_ranks_have_files_of_their_own(pair: Pair) -> None:
-    first, _ = pair.engine(ranks=2)
-    second, receiver = pair.engine(ranks=2)
+@pytest.mark.parametrize("shares", [{"ranks": 2}, {"stages": 2}], ids=["ranks", "stages"])
+def test_ranks_and_stages_have_files_of_their_own(pair: Pair, shares: dict[str, int]) -> None:
+    """KVT-06: each moves the layers and heads that it has."""
+    first, _ = pair.engine(**shares)
+    second, receiver = pair.engine(**shares)
     wanted, _ = pair.say(first)
     pair.send(first)
     assert len(list(pair.folder.iterdir())) == 2

@@ -185,27 +185,41 @@ def test_blocks_of_a_gpu_go_to_files_and_back(slots: Slots, kind: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", [{"kv_dtype": "int8"}, {"kv_dtype": "int4"}, {"ranks": 2}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"kv_dtype": "int8"},
+        {"kv_dtype": "int4"},
+        {"tensor_parallel": 2},
+        {"pipeline_parallel": 2},
+    ],
+)
 def test_quantized_caches_and_ranks_have_files_too(slots: Slots, changes: dict[str, Any]) -> None:
     from headrace.back.executor.processes import ProcessExecutor
     from headrace.core.core import EngineCore
 
+    shared = "kv_dtype" not in changes
+
     def made() -> Engine:
-        if "ranks" not in changes:
+        if not shared:
             return slots.engine(MODEL, **changes)
         engine = slots.engine(MODEL)
-        device = msgspec.structs.replace(engine.spec.device, tensor_parallel=2, threads=1)
+        device = msgspec.structs.replace(engine.spec.device, threads=1, **changes)
         engine.executor.close()
         spec = msgspec.structs.replace(engine.spec, device=device)
         engine.executor = ProcessExecutor(spec)
-        engine.core = EngineCore(spec, engine.executor)
+        stages = device.pipeline_parallel
+        scheduler = msgspec.structs.replace(spec.scheduler, stages=stages)
+        engine.core = EngineCore(
+            msgspec.structs.replace(spec, scheduler=scheduler), engine.executor
+        )
         return engine
 
     first = made()
     answer, _ = slots.say(first, PROMPT)
     saved = slots.ask(first, "save")
     names = {file.name for file in slots.files.iterdir()}
-    assert names == ({"a.bin.rank0", "a.bin.rank1"} if "ranks" in changes else {"a.bin"})
+    assert names == ({"a.bin.rank0", "a.bin.rank1"} if shared else {"a.bin"})
     second = made()
     assert slots.ask(second, "restore")["tokens"] == saved["tokens"] == 112
     assert slots.say(second, PROMPT) == (answer, 64)

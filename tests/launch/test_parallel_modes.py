@@ -62,7 +62,6 @@ def test_each_cell_of_the_page_has_its_note() -> None:
     ("groups", "words"),
     [
         ({"model": {"attention_capture": True}}, "--attention-capture: each stage has but"),
-        ({"kv": {"slot_save_path": "/tmp"}}, "--slot-save-path: each stage would have files"),
         (
             {"scheduler": {"speculative_config": {"method": "suffix"}}},
             "--speculative-config suffix: stages learn the texts",

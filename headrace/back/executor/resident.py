@@ -57,8 +57,8 @@ DEFAULT_LOADER = "headrace.back.models.load:load_model"
 @dataclass(frozen=True, kw_only=True)
 class RankModel:
     """A model on this rank's device, and what drafts for it, where that has weights. `load_s`: the
-    seconds of each part of its load; `origin`: how it was built, where its weights can be
-    replaced; `movable`: its experts that may change ranks, `balancer`: of them."""
+    seconds of each part of its load; `origin`: how it was built; `movable`: its experts that may
+    change ranks, `balancer`: of them."""
 
     spec: EngineSpec
     model: CausalModel
@@ -72,6 +72,11 @@ class RankModel:
     pipe: Pipe | None = None
     balancer: Balancer = field(default_factory=lambda: Balancer((), 0))
     movable: tuple[MovableExperts, ...] = ()
+
+    @property
+    def whole_origin(self) -> Origin | None:
+        """How it was built, where all of its layers are here: orders name tensors of these."""
+        return self.origin if self.pipe is None else None
 
     def facts(self, started: StartedRunner) -> WorkerFacts:
         """What a runner over this model states, with what is known of the model."""
@@ -96,7 +101,7 @@ class Resident:
         self._started: StartedRunner | None = _start(loaded, checks)
         self._copy: HostCopy | None = None
         self._adapters: AdapterStore | None = None
-        self._weight_orders = WeightOrders(loaded.origin, loaded.device, loaded.rank)
+        self._weight_orders = WeightOrders(loaded.whole_origin, loaded.device, loaded.rank)
         self._kv_files: KVFiles | None = None
         self.balancer, self.movable = loaded.balancer, loaded.movable
 
@@ -202,7 +207,7 @@ def _start(loaded: RankModel, checks: DeferredChecks | None) -> StartedRunner:
         device=loaded.device,
         checks=checks,
         network=loaded.network,
-        routing=None if loaded.origin is None else loaded.origin.ledger.routing,
+        routing=None if loaded.whole_origin is None else loaded.whole_origin.ledger.routing,
         hidden=_hidden_states(loaded),
         directions=loaded.model.directions if isinstance(loaded.model, Decoder) else None,
         pipe=loaded.pipe,
@@ -260,7 +265,7 @@ def build_resident(
                 weight_bytes=report.weight_bytes + drafting.weight_bytes,
                 decisions=(*report.decisions, *summing, *drafting.decisions),
                 load_s={"device": ready_s, "load": load_s},
-                origin=report.origin if mesh.pp.size == 1 else None,
+                origin=report.origin,
                 rank=mesh.rank,
                 pipe=mesh.pipe,
                 balancer=_balancer(spec, report, mesh.rounds),
