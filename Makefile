@@ -67,6 +67,7 @@ native-here: ONLY := --here
 native native-here: $(TOOLS)
 	@echo "==> the native CPU kernels"
 	@$(BIN)/python -m headrace.back.kernels.native.build $(ONLY) || echo "    none: PyTorch's operations serve instead"
+	@$(BIN)/python -m headrace.front.media.resize_library || echo "    none: Pillow resizes all pictures"
 
 $(DEV): $(RUN)
 	@echo "==> installing the development tools"

@@ -19,6 +19,7 @@ from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 NATIVE = Path("headrace/back/kernels/native")
+MEDIA = Path("headrace/front/media")
 DEMO_MODELS = {"demo_model": ROOT / "demo" / "model", "demo_models": ROOT / "demo" / "models"}
 
 
@@ -46,13 +47,19 @@ class BuildWithData(build_py):
             shutil.copytree(folder, package / name, dirs_exist_ok=True)
         for packed in unpack_weights(package / "demo_model"):
             packed.unlink()
-        for older in (package.parent / NATIVE).glob("*.so"):
-            older.unlink()
+        for folder in (NATIVE, MEDIA):
+            for older in (package.parent / folder).glob("*.so"):
+                older.unlink()
         builder = load_alone(NATIVE / "build.py")
         try:
             shutil.copy2(self._library(builder), package.parent / NATIVE)
         except builder.StartError as error:
             self.warn(f"installing without native CPU kernels: {error.message}")
+        resizer = load_alone(MEDIA / "resize_library.py")
+        try:
+            resizer.build(package.parent / MEDIA)
+        except resizer.StartError as error:
+            self.warn(f"installing without fast resizing: {error.message}")
 
     def _library(self, builder):
         """The library of all instruction sets: that of the checkout if there is one. Its objects stay behind."""

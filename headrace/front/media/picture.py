@@ -9,6 +9,8 @@ from __future__ import annotations
 import numpy as np
 from PIL import Image, ImageOps
 
+from headrace.front.media import fast_resize
+
 WHITE = (255, 255, 255, 255)
 
 
@@ -40,6 +42,17 @@ def resized(
     if picture.size == (width, height):
         return picture
     return picture.resize((width, height), Image.Resampling(resample))
+
+
+def channels_at(
+    picture: Image.Image, *, height: int, width: int, resample: int = Image.Resampling.BICUBIC
+) -> np.ndarray:
+    """The same as `channels_of` of `resized`: uint8 [3, height, width]; sooner."""
+    if picture.size != (width, height):
+        channels = fast_resize.channels(picture, height=height, width=width, resample=resample)
+        if channels is not None:
+            return channels
+    return channels_of(resized(picture, height=height, width=width, resample=resample))
 
 
 def channels_of(picture: Image.Image) -> np.ndarray:

@@ -19,7 +19,7 @@ from PIL import Image
 from headrace.base.config.media import ProcessorSettings
 from headrace.base.errors import InvalidRequest
 from headrace.base.wire.media import MediaCut, Packing
-from headrace.front.media.picture import channels_of, patches_of, resized
+from headrace.front.media.picture import channels_at, channels_of, patches_of, resized
 from headrace.front.media.processing import ProcessedMedia, Sampling, TowerInput
 from headrace.front.media.processors.square import SquareProcessor
 
@@ -91,8 +91,7 @@ class AnyResolutionProcessor(SquareProcessor):
         """One input: a stretched square for each frame, a learned row behind them."""
         side, resample = self._settings.side, self._settings.resample
         squares = [
-            channels_of(resized(frame, height=side, width=side, resample=resample))
-            for frame in frames
+            channels_at(frame, height=side, width=side, resample=resample) for frame in frames
         ]
         grid, rows = patches_of(np.stack(squares), self._settings.patch)
         half = -(-grid[1] // 2)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from PIL import Image
 
-from headrace.front.media.picture import channels_of, patches_of, resized
+from headrace.front.media.picture import channels_at, patches_of
 from headrace.front.media.processing import ProcessedMedia, TowerInput
 from headrace.front.media.processors.qwen_vl import QwenVisionProcessor
 from headrace.front.media.processors.square import SquareProcessor
@@ -20,7 +20,7 @@ class HunyuanProcessor(SquareProcessor):
         """One input."""
         settings = self._settings
         height, width = QwenVisionProcessor(settings).image_size(picture.height, picture.width)
-        channels = channels_of(resized(picture, height=height, width=width))
+        channels = channels_at(picture, height=height, width=width)
         grid, rows = patches_of(channels[None], settings.patch, merge=settings.merge)
         down, across = grid[1] // settings.merge, grid[2] // settings.merge
         count = down * (across + 1) + 2

@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image
 
 from headrace.base.errors import InvalidRequest
-from headrace.front.media.picture import channels_of, patches_of, resized
+from headrace.front.media.picture import channels_at, patches_of
 from headrace.front.media.processing import MAX_PATCHES, ProcessedMedia, Sampling, TowerInput
 from headrace.front.media.processors.square import SquareProcessor
 
@@ -39,7 +39,7 @@ class Ovis25Processor(SquareProcessor):
         most = min(self._settings.image_pixels[1], MAX_PATCHES // count * self._settings.patch**2)
         height, width = self._size(picture.height, picture.width, most)
         resample = self._settings.resample
-        return channels_of(resized(picture, height=height, width=width, resample=resample))
+        return channels_at(picture, height=height, width=width, resample=resample)
 
     def _input(self, kind: str, channels: Sequence[np.ndarray]) -> ProcessedMedia:
         settings = self._settings

@@ -17,7 +17,7 @@ from PIL import Image
 
 from headrace.base.config.media import ProcessorSettings
 from headrace.base.errors import InvalidRequest
-from headrace.front.media.picture import channels_of, patches_of, resized
+from headrace.front.media.picture import channels_at, patches_of
 from headrace.front.media.processing import (
     MAX_PATCHES,
     ProcessedMedia,
@@ -42,7 +42,7 @@ class QwenVisionProcessor:
     def image(self, picture: Image.Image) -> ProcessedMedia:
         """One input of grid (1, h, w), between the image's marks if there are any."""
         height, width = self.image_size(picture.height, picture.width)
-        channels = channels_of(resized(picture, height=height, width=width))
+        channels = channels_at(picture, height=height, width=width)
         grid, rows = self._patches(channels[None])
         one = TowerInput(kind=IMAGE_ROWS, grid=grid, rows=rows)
         before, behind = self._settings.around
@@ -113,7 +113,7 @@ class QwenVisionProcessor:
         size: tuple[int, int] | None = None
         for frame in frames:
             height, width = size = size or self.video_size(count, frame.height, frame.width)
-            channels.append(channels_of(resized(frame, height=height, width=width)))
+            channels.append(channels_at(frame, height=height, width=width))
         assert len(channels) == count, (len(channels), count)
         return channels
 
