@@ -124,7 +124,7 @@ def test_turns_are_detected_and_heard_as_files_of_their_samples(
         assert event["transcript"] == one_shot(ear_client, samples, language="de")
 
 
-@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("early", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_growing_text_of_vllms_dialect_ends_with_the_final_commit(
     ear: Served, ear_client: openai.OpenAI, early: bool
 ) -> None:

@@ -16,6 +16,7 @@ def logits(folder, kv_dtype, steps, plain=()):
     return torch.cat([part for chunks in steps for part in run.step(chunks)])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("code", "bound"),
     [

@@ -267,6 +267,7 @@ def test_text_alone(seen: Seen) -> None:
     compare_answers(seen.engine.run(prompt)[0], seen.expected(prompt))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("step_tokens", [5, 9])
 def test_chunks_cut_images(seen: Seen, step_tokens: int) -> None:
     """REG-027."""

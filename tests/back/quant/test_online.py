@@ -64,6 +64,7 @@ def test_a_full_parameter_gives_its_plain_tensor_up_at_once():
         weight.take()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", SCHEMES)
 @pytest.mark.parametrize("tied", [True, False])
 def test_after_loading_only_norms_and_an_untied_embedding_are_plain(tmp_path, name, tied):

@@ -62,7 +62,7 @@ SETTINGS: list[dict[str, float]] = [
 ]
 
 
-@pytest.mark.covering
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("gumbel", ["native", "race", "torch"])
 @pytest.mark.parametrize("width", [1, 31, 4099, 40000])
 @pytest.mark.parametrize("kind", LOGITS)

@@ -141,6 +141,7 @@ def merged(rng: np.random.Generator, names: tuple[str, ...]) -> dict[str, object
     return found
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("width", [WIDTH, WIDE])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_each_option_alone_equals_the_reference(name: str, width: int) -> None:
