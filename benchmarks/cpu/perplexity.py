@@ -43,6 +43,8 @@ KINDS: dict[str, dict[str, str]] = {
     "nvfp4 KV": {"kv_dtype": "nvfp4"},
     "int4-rotated KV": {"kv_dtype": "int4-rotated"},
     "int3-rotated KV": {"kv_dtype": "int3-rotated"},
+    "turboquant-4bit KV": {"kv_dtype": "turboquant-4bit"},
+    "turboquant-3bit KV": {"kv_dtype": "turboquant-3bit"},
     "int8 weights, int8 KV": {"quantization": "int8", "kv_dtype": "int8"},
     "int4 weights, fp8 KV": {"quantization": "int4", "kv_dtype": "fp8"},
 }

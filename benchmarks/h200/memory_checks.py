@@ -191,7 +191,9 @@ FAMILIES: dict[str, Callable[[], int]] = {
         ByteForm(None), ByteForm(16), ByteForm(32, floats=True)
     ),
     "caches of bytes": lambda: caches("int8", "fp8", "fp8_e5m2"),
-    "caches of fewer bits": lambda: caches("nvfp4", "int4", "int4-rotated", "int3-rotated"),
+    "caches of fewer bits": lambda: caches(
+        "nvfp4", "int4", "int4-rotated", "int3-rotated", "turboquant-3bit"
+    ),
 }
 """Name -> how many launches of layers, experts or caches it made."""
 

@@ -55,6 +55,8 @@ _KV_DTYPES = {
     "nvfp4_4over6": ("--kv-dtype", "nvfp4-4over6"),
     "fp8_ds_mla": ("--kv-dtype", "fp8"),
     "nvfp4_ds_mla": ("--kv-dtype", "nvfp4"),
+    "turboquant_4bit_nc": ("--kv-dtype", "turboquant-4bit"),
+    "turboquant_3bit_nc": ("--kv-dtype", "turboquant-3bit"),
 }
 _STORED = (
     *("aqlm", "auto-round", "auto_awq", "auto_gptq", "awq", "awq_marlin", "bitblas", "bitnet"),
@@ -70,8 +72,8 @@ QUANTIZATIONS: Mapping[str, tuple[tuple[str, ...], str]] = {
 }
 """Values of --quantization that are not ours -> our words, and why."""
 _KV_HINT = (
-    f"allowed: {', '.join(_KV_DTYPES)}; turboquant types are not built: --kv-dtype int4-rotated "
-    "and int3-rotated are much like them; float16 and bfloat16: --dtype"
+    f"allowed: {', '.join(_KV_DTYPES)}; turboquant_k8v4 and turboquant_k3v4_nc keep keys and values "
+    "in numbers of unlike bits, which is not built; float16 and bfloat16: --dtype"
 )
 
 

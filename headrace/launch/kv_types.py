@@ -16,6 +16,8 @@ MEANINGS = {
     "int4": "4-bit values with a scale and a smallest value per token and head",
     "int4-rotated": "the same of rotated heads",
     "int3-rotated": "3-bit values of rotated heads with a scale and a smallest value per token and head",
+    "turboquant-4bit": "4-bit levels for normal values of rotated heads with a scale per token and head",
+    "turboquant-3bit": "3-bit levels for normal values of rotated heads with a scale per token and head",
     "nvfp4": "e2m1 values with an e4m3 scale per 16 dimensions and one per token and head",
     "nvfp4-4over6": "the same, whose 16 dimensions end at 4 or at 6, whichever loses less",
 }

@@ -21,6 +21,8 @@ pytestmark = [
 BOUNDS = {
     "int8": 0.1, "fp8": 0.2, "fp8_e5m2": 0.4, "int4": 0.6, "int4-rotated": 0.7, "nvfp4": 1.0,
     "int3-rotated": 1.2,
+    "turboquant-4bit": 0.6,
+    "turboquant-3bit": 1.2,
 }  # fmt: skip
 """Mean distance of log-probabilities; bfloat16 alone is allowed 0.1 (test_cuda.py). CPUs have at most 0.035, 0.14,
 0.26, 0.42, 0.48, 0.8 and 0.95."""

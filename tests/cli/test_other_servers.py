@@ -585,10 +585,10 @@ def test_each_flag_that_is_not_ours_is_a_decision() -> None:
     [
         ("--ssl-ciphers x", "Python"),
         (
-            "--kv-cache-dtype turboquant_4bit_nc",
-            "allowed: auto, fp8.*turboquant types are not built",
+            "--kv-cache-dtype turboquant_k3v4_nc",
+            "allowed: auto, fp8.*turboquant_k3v4_nc keep keys and values in numbers of unlike bits",
         ),
-        ("--kv-cache-dtype turboquant_k8v4", "int3-rotated"),
+        ("--kv-cache-dtype turboquant_k8v4", "turboquant_3bit_nc"),
         ("-ngl 20", "whole on the GPU"),
         ("--temp 0.7", "with each request"),
         ("--max-num-seqs", "a value is needed"),

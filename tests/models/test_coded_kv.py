@@ -27,6 +27,8 @@ def logits(folder, kv_dtype, steps, plain=()):
         ("nvfp4", 0.5),
         pytest.param("nvfp4-4over6", 0.5, marks=pytest.mark.slow),
         ("int3-rotated", 0.8),
+        pytest.param("turboquant-4bit", 0.4, marks=pytest.mark.slow),
+        pytest.param("turboquant-3bit", 0.8, marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.parametrize("family", ["qwen3", "llama", "gemma2", "olmo2"])

@@ -65,12 +65,15 @@ class KVOptions(msgspec.Struct, frozen=True, kw_only=True):
             "nvfp4-4over6",
             "int4-rotated",
             "int3-rotated",
+            "turboquant-4bit",
+            "turboquant-3bit",
         ],
         Meta(
             description="Type of the KV cache; auto takes that of the activations. int8, fp8 (e4m3) and fp8_e5m2 keep "
             "values with a scale per token and head: about half the memory; int4 takes about a quarter, with a scale "
             "and a smallest value, nvfp4 with scales of 16 dimensions (nvfp4-4over6: that end at 4 or 6); int4-rotated "
-            "and int3-rotated (a fifth) rotate heads first. On CUDA heads of less than a byte a value are of a power "
+            "and int3-rotated (a fifth) rotate heads first, turboquant-4bit and -3bit (as much) then take levels for "
+            "normal values. On CUDA heads of less than a byte a value are of a power "
             "of two."
         ),
     ] = "auto"

@@ -115,7 +115,13 @@ def test_attention_equals_the_reference_and_reads_no_unused_place(library, dtype
     assert (out.float() - expected).abs().max() <= bound * expected.abs().max()
 
 
-@pytest.mark.parametrize("code", NARROW)
+@pytest.mark.parametrize(
+    "code",
+    [
+        pytest.param(code, marks=pytest.mark.slow if code == "turboquant-4bit" else ())
+        for code in NARROW
+    ],
+)
 def test_narrow_forms_are_written_and_read_by_the_reference(newest, code):
     """The others of these tests are slow for them."""
     shape = (8, 2, 128, 64, 50, None)
@@ -166,6 +172,8 @@ def test_long_chunks_equal_the_reference(library, heads, window, softcap, whole,
         ("nvfp4-4over6", 0.2),
         pytest.param("int4-rotated", 0.2, marks=pytest.mark.slow),
         ("int3-rotated", 0.4),
+        pytest.param("turboquant-4bit", 0.2, marks=pytest.mark.slow),
+        pytest.param("turboquant-3bit", 0.35, marks=pytest.mark.slow),
     ],
 )
 def test_attention_is_near_that_over_the_plain_cache(newest, code, bound):

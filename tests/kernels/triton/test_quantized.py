@@ -162,8 +162,11 @@ def test_written_values_are_the_quantizers_and_losses_are_seen(code):
 NARROW_FORMS = pytest.mark.parametrize(
     "form",
     [
-        *("nvfp4", "nvfp4-4over6", "int3-rotated"),
-        *(pytest.param(form, marks=pytest.mark.slow) for form in ("int4", "int4-rotated")),
+        *("nvfp4", "nvfp4-4over6", "int3-rotated", "turboquant-4bit"),
+        *(
+            pytest.param(form, marks=pytest.mark.slow)
+            for form in ("int4", "int4-rotated", "turboquant-3bit")
+        ),
     ],
 )
 

@@ -558,7 +558,7 @@ int32_t run_quantized(Attention& p, int32_t dtype) {
 // bias_width], the farthest distance first: see paged_attention.h.
 // kv: block b, half h (0 keys, 1 values), head k, token t at b * block_stride + h * value_offset + k * head_stride +
 // t * head_dim, strides in elements of the cache. window 0: all positions; -C: chunks of C. softcap 0: none. mode: 0 a cache of the queries' type,
-// 1 int8, 2 e4m3, 3 e5m2, 16 4 bits, 17 e2m1, 18 and 19 rotated 4 and 3 bits; plus 4 for results that do not depend on how many queries of a row are computed together; plus 8 if
+// 1 int8, 2 e4m3, 3 e5m2, 16 4 bits, 17 e2m1, 18 and 19 rotated 4 and 3 bits, 32 and 33 levels of so many; plus 4 for results that do not depend on how many queries of a row are computed together; plus 8 if
 // every query of a row sees all of its positions.
 HR_PUBLIC int32_t HR_EXPORT(attention)(const void* q, const void* kv, void* out, const int32_t* query_start,
                                        const int32_t* kv_len, const int32_t* block_table, const float* sinks,
@@ -579,7 +579,7 @@ HR_PUBLIC int32_t HR_EXPORT(attention)(const void* q, const void* kv, void* out,
   p.bias = bias, p.bias_width = bias_width;
   p.states = states, p.bias_rank = bias_rank;
   if (!sound(p, num_blocks, num_tokens)) return HR_BAD_INDEX;
-  const int32_t form = (mode & 3) | (mode & 16) >> 2;
+  const int32_t form = (mode & 3) | (mode & 48) >> 2;
   if (form == 1) return run_quantized<int8_t>(p, dtype);
   if (form == 2) return run_quantized<fp8>(p, dtype);
   if (form == 3) return run_quantized<e5m2>(p, dtype);
@@ -588,6 +588,8 @@ HR_PUBLIC int32_t HR_EXPORT(attention)(const void* q, const void* kv, void* out,
   const bool whole = head_dim >= 16 && (head_dim & (head_dim - 1)) == 0;
   if (form == 6) return whole ? run_quantized<rotated4>(p, dtype) : int32_t(HR_BAD_SHAPE);
   if (form == 7) return whole ? run_quantized<rotated3>(p, dtype) : int32_t(HR_BAD_SHAPE);
+  if (form == 8) return whole ? run_quantized<levels4>(p, dtype) : int32_t(HR_BAD_SHAPE);
+  if (form == 9) return whole ? run_quantized<levels3>(p, dtype) : int32_t(HR_BAD_SHAPE);
   if (form != 0) return HR_BAD_DTYPE;
   if (dtype == HR_BF16) return run<bf16>(p);
   if (dtype == HR_F16) return run<fp16>(p);

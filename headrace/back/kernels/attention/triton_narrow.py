@@ -23,7 +23,7 @@ from headrace.back.kernels.kv_write.quantized import (
     rotation,
     value_bytes,
 )
-from headrace.back.kernels.kv_write.triton_narrow_write import NARROW
+from headrace.back.kernels.kv_write.triton_narrow_write import NARROW, normal_levels
 from headrace.back.kernels.triton.wrap import has_bfloat_pairs
 
 
@@ -54,7 +54,7 @@ def narrow_pointers(
 ):  # fmt: skip
     """Where the bytes and the scales of the tokens at positions `o_n` begin; strides count
     bytes."""
-    if FORM == "int3-rotated":
+    if FORM == "int3-rotated" or FORM == "turboquant-3bit":
         BYTES: tl.constexpr = HEAD_DIM // 8 * 3
     elif FORM == "nvfp4":
         BYTES: tl.constexpr = HEAD_DIM // 2 + HEAD_DIM // 16
@@ -82,7 +82,7 @@ def narrow_values(
     m_kv = m_n[:, None] & (o_d >= 0)
     p_token = p_values[:, None]
     b_slot = tl.load(p_scale, mask=m_n, other=0.0)
-    if FORM == "int3-rotated":
+    if FORM == "int3-rotated" or FORM == "turboquant-3bit":
         QUARTER: tl.constexpr = HEAD_DIM // 4
         EIGHTH: tl.constexpr = HEAD_DIM // 8
         b_low = tl.load(p_token + o_d % QUARTER, mask=m_kv, other=0).to(tl.int32)
@@ -104,6 +104,8 @@ def narrow_values(
         b_bits = b_slot.to(tl.int32, bitcast=True)
         b_unit = (b_bits & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
         b_least = (b_bits >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        if FORM == "turboquant-4bit" or FORM == "turboquant-3bit":
+            b_number = normal_levels(b_number, 3 if FORM == "turboquant-3bit" else 4)
         b_value = b_number.to(tl.float32) * b_unit[:, None] + b_least[:, None]
     return b_value.to(dtype)
 

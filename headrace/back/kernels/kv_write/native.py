@@ -28,6 +28,8 @@ QUANTIZATION_IDS = {
     "nvfp4": 5,
     "int4-rotated": 6,
     "int3-rotated": 7,
+    "turboquant-4bit": 8,
+    "turboquant-3bit": 9,
     "nvfp4-4over6": 5,  # as it is read
 }
 """How the native library numbers the forms of a cache."""

@@ -79,7 +79,7 @@ int32_t write_all(QuantizedWrite& p, int32_t dtype) {
 
 }  // namespace
 
-// The same for a quantized cache (1: int8, 2: e4m3, 3: e5m2, 4: 4 bits, 5: e2m1, 6 and 7: rotated 4 and 3 bits) with a float32 scale per token and head (as attention
+// The same for a quantized cache (1: int8, 2: e4m3, 3: e5m2, 4: 4 bits, 5: e2m1, 6 and 7: rotated 4 and 3 bits, 8 and 9: levels of so many) with a float32 scale per token and head (as attention
 // reads it). Strides of k and v count elements, those of kv bytes. fixed [2, heads]: the scales of keys and values, e4m3 only;
 // null: found for each token.
 HR_PUBLIC int32_t HR_EXPORT(kv_write_quantized)(const void* k, const void* v, int8_t* kv, const int64_t* slots,
@@ -102,6 +102,8 @@ HR_PUBLIC int32_t HR_EXPORT(kv_write_quantized)(const void* k, const void* v, in
   const bool whole = head_dim >= 16 && (head_dim & (head_dim - 1)) == 0;
   if (form == 6) return whole ? write_all<rotated4>(p, dtype) : int32_t(HR_BAD_SHAPE);
   if (form == 7) return whole ? write_all<rotated3>(p, dtype) : int32_t(HR_BAD_SHAPE);
+  if (form == 8) return whole ? write_all<levels4>(p, dtype) : int32_t(HR_BAD_SHAPE);
+  if (form == 9) return whole ? write_all<levels3>(p, dtype) : int32_t(HR_BAD_SHAPE);
   return HR_BAD_DTYPE;
 }
 HR_REPLAYABLE(kv_write_quantized)

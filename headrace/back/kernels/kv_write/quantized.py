@@ -3,8 +3,8 @@ what it means.
 
 Such a cache is int8 [num_blocks, 2, K, block_tokens, V + 4]: the shape counts the bytes of a token,
 but the bytes of a block's head lie as [block_tokens][V] quantized values, then [block_tokens]
-scales, so that vectors of quantized values stay aligned. V is D, but D / 2 of "int4" and
-"int4-rotated", 3 D / 8 of "int3-rotated" and D / 2 + D / 16 of "nvfp4".
+scales, so that vectors of quantized values stay aligned. V is D, but D / 2 of forms
+of 4 bits, 3 D / 8 of those of 3 bits and D / 2 + D / 16 of "nvfp4".
 
 A value is quantized * scale; quantized = round(x * LARGEST / m), ties to even, with m the largest
 magnitude of the token's head and a float32 scale. Quantized values are integers up to 127 ("int8"),
@@ -20,10 +20,15 @@ token all the same.
 upper half; a value is number * scale + low, from a token's smallest value to its largest in 15
 steps. Scale and low are float16 numbers, in the four bytes of a scale.
 
-The rotated forms hold such numbers, of 3 bits 0 .. 7, of a head that was multiplied by fixed signs
-and the Hadamard matrix over the root of D: what stands out is spread over all dimensions (Zandieh
-et al. 2025, TurboQuant). Of 3 bits, byte i has the lower two of dimensions i, D / 4 + i, ... from
-its lowest bits on, and byte D / 4 + i the third of dimensions i, D / 8 + i, ...
+The rotated forms ("...-rotated") hold such numbers, of 3 bits 0 .. 7, of a head that was multiplied
+by fixed signs and the Hadamard matrix over the root of D: what stands out is spread over all
+dimensions (Zandieh et al. 2025, TurboQuant). Of 3 bits, byte i has the lower two of dimensions i, D
+/ 4 + i, ... from its lowest bits on, and byte D / 4 + i the third of dimensions i, D / 8 + i, ...
+
+The TurboQuant forms have indices of the levels that lose least of normal values (Max 1960), which
+the elements of a rotated head nearly are, in units of its root mean square rounded to float16; the
+scale, a float16 number beside a smallest value of 0, gives the head its own norm back. Numbers
+from the lowest level on, placed as those of as many bits are.
 
 "nvfp4" holds e2m1 numbers (Open Compute, Microscaling Formats 1.0, 5.3.3), placed likewise, then an
 e4m3 scale for each 16 dimensions: that of the largest magnitude, which becomes 6, in units of the
@@ -49,17 +54,28 @@ FLOATS = {"fp8": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 """The type of the values of forms that hold floats."""
 E2M1 = {"nvfp4": 448.0, "nvfp4-4over6": 256.0}
 """Forms of e2m1 numbers, and the e4m3 scale of a token's largest magnitude."""
-HALVES = ("int4", *E2M1, "int4-rotated")
+HALVES = ("int4", *E2M1, "int4-rotated", "turboquant-4bit")
 """Forms with two dimensions in a byte."""
-ROTATED = {"int4-rotated": 15, "int3-rotated": 7}
+THREE_BITS = ("int3-rotated", "turboquant-3bit")
+ROTATED = {"int4-rotated": 15, "int3-rotated": 7, "turboquant-4bit": 15, "turboquant-3bit": 7}
 """Forms of a rotated head, and their largest numbers."""
+LEVELS = {
+    "turboquant-4bit": (0.1284, 0.38807, 0.65676, 0.94234, 1.25623, 1.61805, 2.06902, 2.73259),
+    "turboquant-3bit": (0.24509, 0.75601, 1.34391, 2.15195),
+}
+"""Magnitudes of levels for normal values."""
+STEPS = {
+    "turboquant-4bit": (0.258235, 0.522415, 0.79955, 1.099285, 1.43714, 1.843535, 2.400805),
+    "turboquant-3bit": (0.50055, 1.04996, 1.74793),
+}
+"""Midpoints of neighbours: from there on the next one is taken."""
 _SHARED = 16
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def value_bytes(head_dim: int, form: str) -> int:
     """Bytes of a token's values of one head."""
-    if form == "int3-rotated":
+    if form in THREE_BITS:
         return head_dim // 8 * 3
     if form not in HALVES:
         return head_dim
@@ -97,7 +113,7 @@ def dequantize(kv: torch.Tensor, dtype: torch.dtype, form: str) -> torch.Tensor:
     quantized, scales = values_and_scales(kv)
     if form == "int4" or form in ROTATED:
         scale, low = scales.contiguous()[..., None].view(torch.float16).float().chunk(2, -1)
-        values = _numbers(quantized, form).float() * scale + low
+        values = _meant(_numbers(quantized, form), form) * scale + low
         return (_restored(values) if form in ROTATED else values).to(dtype)
     return (numbers(quantized, form) * scales[..., None]).to(dtype)
 
@@ -118,6 +134,9 @@ def quantize(
     x = x.float()
     lost = ~x.isfinite().all(-1)
     x = x.masked_fill(lost[..., None], 0)
+    if form in LEVELS:
+        numbers, slots = _nearest_levels(_rotated(x), lost, form)
+        return _packed(numbers, form), slots
     if form == "int4" or form in ROTATED:
         numbers, slots = (
             _whole_numbers(_rotated(x), lost, ROTATED[form])
@@ -156,8 +175,36 @@ def _whole_numbers(
     return numbers.masked_fill(lost[..., None], 0), slots.masked_fill(lost, torch.nan)
 
 
+def _nearest_levels(
+    x: torch.Tensor, lost: torch.Tensor, form: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    squares = x.square().sum(-1)
+    root = (squares / x.shape[-1]).sqrt().to(torch.float16).float()
+    lost = lost | ~root.isfinite()
+    inverse = torch.where((root > 0) & ~lost, x.new_full((), 1.0) / root, 0)
+    sizes = (x * inverse[..., None]).abs()
+    steps = torch.tensor(STEPS[form], device=x.device)
+    places = (sizes[..., None] > steps).sum(-1)
+    top = len(LEVELS[form])
+    numbers = torch.where(x < 0, top - 1 - places, top + places).to(torch.int8)
+    meaning = _meant(numbers, form).square().sum(-1)
+    scale = (squares / meaning).sqrt().to(torch.float16)
+    pair = torch.stack((scale, torch.zeros_like(scale)), -1)
+    slots = pair.contiguous().view(torch.float32)[..., 0]
+    return numbers.masked_fill(lost[..., None], 0), slots.masked_fill(lost, torch.nan)
+
+
+def _meant(numbers: torch.Tensor, form: str) -> torch.Tensor:
+    """What numbers stand for, float32, in units of the scale."""
+    if form not in LEVELS:
+        return numbers.float()
+    sizes = LEVELS[form]
+    both = (*(-size for size in reversed(sizes)), *sizes)
+    return torch.tensor(both, device=numbers.device)[numbers.long()]
+
+
 def _packed(numbers: torch.Tensor, form: str) -> torch.Tensor:
-    if form != "int3-rotated":
+    if form not in THREE_BITS:
         lower, upper = numbers.chunk(2, -1)
         return lower | upper << 4
     low = sum(part << 2 * q for q, part in enumerate((numbers & 3).chunk(4, -1)))
@@ -166,7 +213,7 @@ def _packed(numbers: torch.Tensor, form: str) -> torch.Tensor:
 
 
 def _numbers(quantized: torch.Tensor, form: str) -> torch.Tensor:
-    if form != "int3-rotated":
+    if form not in THREE_BITS:
         return torch.cat((quantized & 15, (quantized >> 4) & 15), -1)
     low, high = quantized.split([quantized.shape[-1] // 3 * 2, quantized.shape[-1] // 3], -1)
     lower = torch.cat([low >> shift & 3 for shift in (0, 2, 4, 6)], -1)

@@ -9,6 +9,7 @@ import triton.language as tl
 
 from headrace.back.kernels.kv_write.quantized import (
     E2M1,
+    LEVELS,
     ROTATED,
     SCALE_BYTES,
     typed,
@@ -44,6 +45,47 @@ def _rotated(b_x, HEAD_DIM: tl.constexpr, LOG: tl.constexpr, ROOT: tl.constexpr)
 def _nearest(b_x):
     """The nearest whole number, ties to even."""
     return (b_x + 12582912.0) - 12582912.0
+
+
+@triton.jit
+def normal_levels(b_number, BITS: tl.constexpr):
+    """What indices of levels stand for, float32 (LEVELS)."""
+    HALF: tl.constexpr = 1 << (BITS - 1)
+    b_place = tl.where(b_number < HALF, HALF - 1 - b_number, b_number - HALF)
+    if BITS == 3:
+        b_size = tl.where(b_place < 1, 0.24509, tl.where(b_place < 2, 0.75601, 1.34391))
+        b_size = tl.where(b_place < 3, b_size, 2.15195)
+    else:
+        b_size = tl.where(b_place < 1, 0.1284, tl.where(b_place < 2, 0.38807, 0.65676))
+        b_size = tl.where(b_place < 3, b_size, tl.where(b_place < 4, 0.94234, 1.25623))
+        b_size = tl.where(b_place < 5, b_size, tl.where(b_place < 6, 1.61805, 2.06902))
+        b_size = tl.where(b_place < 7, b_size, 2.73259)
+    return tl.where(b_number < HALF, -b_size, b_size)
+
+
+@triton.jit
+def _nearest_levels(b_x, HEAD_DIM: tl.constexpr, BITS: tl.constexpr):
+    """Indices of levels [HEAD_DIM] (STEPS), the scale that gives them the head's norm, float16, and
+    whether the head is lost."""
+    squares = tl.sum(b_x * b_x, axis=0)
+    root = tl.sqrt_rn(squares / HEAD_DIM).to(tl.float16).to(tl.float32)
+    is_lost = (root != root) | (root == float("inf"))
+    good = (root > 0.0) & (root < float("inf"))
+    inverse = tl.where(good, tl.div_rn(1.0, tl.where(good, root, 1.0)), 0.0)
+    b_size = tl.abs(b_x * inverse)
+    if BITS == 3:
+        b_place = (b_size > 0.50055).to(tl.int32) + (b_size > 1.04996).to(tl.int32)
+        b_place += (b_size > 1.74793).to(tl.int32)
+    else:
+        b_place = (b_size > 0.258235).to(tl.int32) + (b_size > 0.522415).to(tl.int32)
+        b_place += (b_size > 0.79955).to(tl.int32) + (b_size > 1.099285).to(tl.int32)
+        b_place += (b_size > 1.43714).to(tl.int32) + (b_size > 1.843535).to(tl.int32)
+        b_place += (b_size > 2.400805).to(tl.int32)
+    HALF: tl.constexpr = 1 << (BITS - 1)
+    b_number = tl.where(b_x < 0.0, HALF - 1 - b_place, HALF + b_place)
+    b_level = normal_levels(b_number, BITS)
+    unit = tl.sqrt_rn(tl.div_rn(squares, tl.sum(b_level * b_level, axis=0))).to(tl.float16)
+    return b_number, unit, is_lost
 
 
 @triton.jit
@@ -99,11 +141,13 @@ def narrow_write_kernel(
     k, v, kv, scales, slots, k_token_stride, k_head_stride, v_token_stride, v_head_stride,
     block_stride, kind_stride, head_stride, FORM: tl.constexpr, HEAD_DIM: tl.constexpr,
     LOG: tl.constexpr, ROOT: tl.constexpr, MOST: tl.constexpr, BYTES: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr, LARGEST: tl.constexpr, DEPENDENT: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr, LARGEST: tl.constexpr, LEVEL_BITS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Grid: tokens, KV heads, keys and values. `kv` int8, `scales` the same memory as float32;
     strides of the cache count bytes. MOST: the largest whole number, BYTES: of a token's values,
-    LARGEST: of forms of e2m1 numbers the scale of the largest, else 0."""
+    LARGEST: of forms of e2m1 numbers the scale of the largest, else 0. LEVEL_BITS: of indices,
+    else 0."""
     enter(DEPENDENT)
     i_t, i_k, i_kind = (
         tl.program_id(0).to(tl.int64),
@@ -128,6 +172,14 @@ def narrow_write_kernel(
         b_number, b_bytes, b_slot = e2m1_numbers(b_x, G, LARGEST, FORM == "nvfp4-4over6")
         b_number = tl.reshape(b_number, [HEAD_DIM])
         tl.store(p_values + HEAD_DIM // 2 + tl.arange(0, G), b_bytes.to(tl.int8))
+    elif LEVEL_BITS > 0:
+        b_x = _rotated(b_x, HEAD_DIM, LOG, ROOT)
+        b_number, unit, is_beyond = _nearest_levels(b_x, HEAD_DIM, LEVEL_BITS)
+        is_lost = is_lost | is_beyond
+        b_number = tl.where(is_lost, 0, b_number)
+        b_slot = (unit.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF).to(
+            tl.float32, bitcast=True
+        )
     else:
         if LOG:
             b_x = _rotated(b_x, HEAD_DIM, LOG, ROOT)
@@ -144,7 +196,7 @@ def narrow_write_kernel(
         low_half = unit.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
         high_half = base.to(tl.int16, bitcast=True).to(tl.int32) << 16
         b_slot = (low_half | high_half).to(tl.float32, bitcast=True)
-    if FORM == "int3-rotated":
+    if FORM == "int3-rotated" or FORM == "turboquant-3bit":
         QUARTER: tl.constexpr = HEAD_DIM // 4
         EIGHTH: tl.constexpr = HEAD_DIM // 8
         o_4, o_8 = tl.arange(0, 4)[:, None], tl.arange(0, 8)[:, None]
@@ -189,6 +241,6 @@ def write(
         *v_TKD.stride()[:2], *kv.stride()[:3], FORM=form, HEAD_DIM=head_dim,
         LOG=head_dim.bit_length() - 1 if form in ROTATED else 0, ROOT=float(head_dim**-0.5),
         MOST=float(ROTATED.get(form, 15)), BYTES=bytes_of_one, BLOCK_TOKENS=block_tokens,
-        LARGEST=E2M1.get(form, 0.0),
+        LARGEST=E2M1.get(form, 0.0), LEVEL_BITS=len(LEVELS.get(form, ())).bit_length(),
         num_warps=1, enable_fp_fusion=False, **launch(k_TKD.device),
     )  # fmt: skip

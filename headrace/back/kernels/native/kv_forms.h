@@ -57,8 +57,21 @@ struct rotated4 {
 struct rotated3 {
   uint8_t bits;
 };
+// The same with indices of levels for normal values, in units of the head's root mean square (quantized.py).
+struct levels4 {
+  uint8_t bits;
+};
+struct levels3 {
+  uint8_t bits;
+};
 template <class S>
-constexpr bool kIsRotated = false;
+constexpr bool kIsLevelled = false;
+template <>
+constexpr bool kIsLevelled<levels4> = true;
+template <>
+constexpr bool kIsLevelled<levels3> = true;
+template <class S>
+constexpr bool kIsRotated = kIsLevelled<S>;
 template <>
 constexpr bool kIsRotated<rotated4> = true;
 template <>
@@ -67,6 +80,29 @@ template <class S>
 constexpr bool kIs3Bits = false;
 template <>
 constexpr bool kIs3Bits<rotated3> = true;
+template <>
+constexpr bool kIs3Bits<levels3> = true;
+
+// Levels that lose least of normal values (Max 1960), and the midpoints of the magnitudes.
+alignas(64) constexpr float kNormal4[16] = {-2.73259f, -2.06902f, -1.61805f, -1.25623f, -0.94234f, -0.65676f, -0.38807f, -0.1284f,
+                                            0.1284f,   0.38807f,  0.65676f,  0.94234f,  1.25623f,  1.61805f,  2.06902f,  2.73259f};
+alignas(64) constexpr float kNormal3[16] = {-2.15195f, -1.34391f, -0.75601f, -0.24509f, 0.24509f, 0.75601f, 1.34391f, 2.15195f};
+constexpr float kSteps4[7] = {0.258235f, 0.522415f, 0.79955f, 1.099285f, 1.43714f, 1.843535f, 2.400805f};
+constexpr float kSteps3[3] = {0.50055f, 1.04996f, 1.74793f};
+
+// What kLanes numbers stand for, in units of the scale.
+template <class S>
+HR_INLINE F meant(U numbers) {
+  if constexpr (!kIsLevelled<S>) return __builtin_convertvector((I)numbers, F);
+  constexpr const float* levels = kIs3Bits<S> ? kNormal3 : kNormal4;
+#if defined(__AVX512F__)
+  return (F)_mm512_permutexvar_ps((__m512i)numbers, _mm512_load_ps(levels));
+#else
+  F values;
+  for (int i = 0; i < kLanes; ++i) values[i] = levels[numbers[i]];
+  return values;
+#endif
+}
 
 template <class S>
 constexpr bool kByTile = kIsRotated<S>;
@@ -163,13 +199,44 @@ HR_INLINE void quantize_nibbles(const T* x, int64_t head_dim, uint8_t* quantized
   whole_numbers<15>(x, head_dim, numbers, slot);
   for (int64_t i = 0; i < head_dim / 2; ++i) quantized[i] = uint8_t(numbers[i] | numbers[head_dim / 2 + i] << 4);
 }
+// head_dim (a power of two from 16 on) values of a rotated head as indices of levels.
+template <class S>
+HR_INLINE void nearest_levels(const float* x, int64_t head_dim, uint8_t* numbers, float* slot) {
+  constexpr int most = kIs3Bits<S> ? 3 : 7;
+  constexpr const float* steps = kIs3Bits<S> ? kSteps3 : kSteps4;
+  constexpr const float* levels = kIs3Bits<S> ? kNormal3 : kNormal4;
+  F squares{};
+  for (int64_t k = 0; k < head_dim; k += kLanes) squares += load(x + k) * load(x + k);
+  const float total = sum(squares);
+  fp16 pair[2];
+  put(pair, float(__builtin_sqrtf(total / float(head_dim))));
+  const float root = to_float(pair[0]);
+  const bool good = root < __builtin_inff();
+  const float inverse = good && root > 0 ? 1.0f / root : 0.0f;
+  float meaning = 0;
+  for (int64_t k = 0; k < head_dim; ++k) {
+    const float u = __builtin_fabsf(x[k] * inverse);
+    int place = 0;
+    for (int i = 0; i < most; ++i) place += u > steps[i];
+    const int number = !good ? 0 : x[k] < 0 ? most - place : most + 1 + place;
+    numbers[k] = uint8_t(number);
+    meaning += levels[number] * levels[number];
+  }
+  put(pair, float(__builtin_sqrtf(total / meaning))), put(pair + 1, 0.0f);
+  *slot = __builtin_nanf("");
+  if (good) __builtin_memcpy(slot, pair, 4);
+}
 template <class S, class T>
 HR_INLINE void quantize_rotated(const T* x, int64_t head_dim, uint8_t* quantized, float* slot) {
   alignas(64) float wide[256];
   rotate(x, head_dim, wide);
-  if constexpr (!kIs3Bits<S>) return quantize_nibbles(wide, head_dim, quantized, slot);
   alignas(64) uint8_t numbers[256 + 16];
-  whole_numbers<7>(wide, head_dim, numbers, slot);
+  if constexpr (kIsLevelled<S>) nearest_levels<S>(wide, head_dim, numbers, slot);
+  else whole_numbers<kIs3Bits<S> ? 7 : 15>(wide, head_dim, numbers, slot);
+  if constexpr (!kIs3Bits<S>) {
+    for (int64_t i = 0; i < head_dim / 2; ++i) quantized[i] = uint8_t(numbers[i] | numbers[head_dim / 2 + i] << 4);
+    return;
+  }
   __builtin_memset(quantized, 0, size_t(value_bytes<S>(head_dim)));
   const int64_t quarter = head_dim / 4, eighth = head_dim / 8;
   for (int64_t q = 0; q < 4; ++q)
@@ -248,7 +315,7 @@ HR_INLINE void dequantize_e2m1(const uint8_t* from, int64_t head_dim, const int8
 }
 
 // One token's numbers as values. Reads whole vectors: a block's scales lie behind its last token's.
-template <class T>
+template <class S, class T>
 HR_INLINE void dequantize_nibbles(const uint8_t* from, int64_t head_dim, const int8_t* slot, T* to) {
   fp16 pair[2];
   __builtin_memcpy(pair, slot, 4);
@@ -256,15 +323,14 @@ HR_INLINE void dequantize_nibbles(const uint8_t* from, int64_t head_dim, const i
   const int64_t half = head_dim / 2;
   for (int64_t i = 0; i < half; i += kLanes) {
     const U both = load_bytes(from + i);
-    const F lower = __builtin_convertvector((I)(both & 15), F) * scale + base;
-    const F upper = __builtin_convertvector((I)(both >> 4), F) * scale + base;
+    const F lower = meant<S>(both & 15) * scale + base, upper = meant<S>(both >> 4) * scale + base;
     if (half - i >= kLanes) store(to + i, lower), store(to + half + i, upper);
     else store_part(to + i, lower, half - i), store_part(to + half + i, upper, half - i);
   }
 }
 
 // One token's numbers of 3 bits as values, rotated as they are.
-template <class T>
+template <class S, class T>
 HR_INLINE void dequantize_3_bits(const uint8_t* from, int64_t head_dim, const int8_t* slot, T* to) {
   alignas(64) uint8_t numbers[256 + 16];
   fp16 pair[2];
@@ -276,7 +342,7 @@ HR_INLINE void dequantize_3_bits(const uint8_t* from, int64_t head_dim, const in
   for (int64_t j = 0; j < 8; ++j)
     for (int64_t i = 0; i < eighth; ++i) numbers[j * eighth + i] |= uint8_t((from[quarter + i] >> j & 1) << 2);
   for (int64_t k = 0; k < head_dim; k += kLanes)
-    store(to + k, __builtin_convertvector((I)load_bytes(numbers + k), F) * scale + base);
+    store(to + k, meant<S>(load_bytes(numbers + k)) * scale + base);
 }
 
 // Keys and values of the KV positions [low, low + count) as a cache of one block of kTokens tokens: [2][kTokens][head_dim].
@@ -292,9 +358,9 @@ HR_INLINE void dequantize_tile(const Attention& p, int64_t row, int64_t kv_head,
       const uint8_t* from = reinterpret_cast<const uint8_t*>(head) + offset * bytes;
       const int8_t* slot = head + p.block_tokens * bytes + offset * 4;
       T* to = tile + (half * kTokens + j) * p.head_dim;
-      if constexpr (kIs3Bits<S>) dequantize_3_bits(from, p.head_dim, slot, to);
+      if constexpr (kIs3Bits<S>) dequantize_3_bits<S>(from, p.head_dim, slot, to);
       else if constexpr (kIsE2m1<S>) dequantize_e2m1(from, p.head_dim, slot, to);
-      else dequantize_nibbles(from, p.head_dim, slot, to);
+      else dequantize_nibbles<S>(from, p.head_dim, slot, to);
     }
 }
 

@@ -174,6 +174,8 @@ def _tolerance(problem: QKRopeWriteProblem) -> float:
         "nvfp4-4over6": 1 / 3,
         "int4-rotated": 1 / 7,
         "int3-rotated": 1 / 3,
+        "turboquant-4bit": 0.3,
+        "turboquant-3bit": 0.6,
     }[problem.quantized]
     return float_tolerance(problem.dtype) + step
 
