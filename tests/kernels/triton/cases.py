@@ -18,6 +18,7 @@ from headrace.back.kernels.expanded_attention import op as expanded_attention
 from headrace.back.kernels.experts import op as experts
 from headrace.back.kernels.experts_bytes.layout import ByteForm
 from headrace.back.kernels.experts_int4.layout import Int4Form
+from headrace.back.kernels.fused_route import op as fused_route
 from headrace.back.kernels.gated_act import op as gated_act
 from headrace.back.kernels.gated_delta import op as gated_delta
 from headrace.back.kernels.gated_norm import op as gated_norm
@@ -258,11 +259,11 @@ def _index_select_parts() -> object:
     return bind(INDEX)(*sample.arguments)
 
 
-def _experts_hopper(*, absent: bool = False) -> object:
+def _experts_hopper(**more: bool) -> object:
     """Each regime."""
     from headrace.back.kernels.experts import triton_hopper
 
-    problem = replace(EXPERTS, absent=absent)
+    problem = replace(EXPERTS, **more)
     for plan in triton_hopper.PLANS:
         sample = triton_hopper.sample_of(problem, plan.m + 2)
         triton_hopper.bind(sample.problem, *sample.weights, always=plan)(*sample.arguments)
@@ -626,6 +627,27 @@ ROUTE = route.RouteProblem(
     kept_groups=4, group_score="top2", bias=True, shared=1,
 )  # fmt: skip
 GPT_OSS: dict[str, object] = {"activation": "swiglu_oai", "clamp": 7.0, "bias": True}
+_FUSED_ROUTE = "fused_route.triton_fused_route:KERNEL"
+FUSED_ROUTES = {
+    "Qwen3": fused_route.FusedRouteProblem(
+        route=route.RouteProblem(device="cpu", experts=128, top_k=8, renormalize=True),
+        dtype=BF16,
+        width=2048,
+        eps=1e-6,
+    ),
+    "shared": fused_route.FusedRouteProblem(
+        route=route.RouteProblem(
+            device="cpu", experts=60, top_k=4, shared=4, shared_gate=True, softmax_chosen=True
+        ),
+        dtype=BF16,
+        width=2056,
+        eps=1e-6,
+        bias=True,
+    ),
+    "sigmoid": fused_route.FusedRouteProblem(
+        route=replace(ROUTE, groups=1, kept_groups=1), dtype=BF16, width=7168, eps=1e-6
+    ),
+}
 EXPERTS = experts.ExpertsProblem(
     device="cpu", dtype=BF16, experts=128, slots=8, width=2048, inner=768
 )
@@ -717,6 +739,10 @@ CASES: list[tuple[str, Callable[[], object]]] = [
         ),
     ),
     ("route", _call(route.OP, "route.triton_route:KERNEL", ROUTE)),
+    *(
+        (f"fused_route {name}", _call(fused_route.OP, _FUSED_ROUTE, problem))
+        for name, problem in FUSED_ROUTES.items()
+    ),
     ("experts", _call(experts.OP, "experts.triton_experts:KERNEL", EXPERTS)),
     (
         "experts situ",
@@ -724,6 +750,8 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ),
     ("experts Hopper", _experts_hopper),
     ("experts Hopper of a rank", partial(_experts_hopper, absent=True)),
+    ("experts Hopper add", partial(_experts_hopper, adds=True)),
+    ("experts fp8 add", _experts_fp8(128, adds=True)),
     ("experts fp8 of a rank", _experts_fp8(128, absent=True)),
     ("experts fp8", _experts_fp8(None, **GPT_OSS)),
     ("experts fp8 in blocks", _experts_fp8(128)),
@@ -1013,7 +1041,7 @@ ONLY = {
         *("experts int4 Hopper", "experts int4 Hopper of all", "experts mxfp4 Hopper"),
         "experts int4 Hopper of 16",
         "experts nvfp4 Hopper",
-        *("experts Hopper", "experts Hopper of a rank"),
+        *("experts Hopper", "experts Hopper of a rank", "experts Hopper add"),
         *("expanded_attention Hopper", "latent_attention Hopper"),
         *("chunks gated_delta", "chunks gated_delta channels", "chunks gated_delta 24"),
         *("chunks gated_delta 256", "chunks ssd_scan", "chunks ssd_scan 256"),

@@ -44,7 +44,7 @@ def _choice(logits, bias, o_x, X: tl.constexpr, SIGMOID: tl.constexpr, BIAS: tl.
     """What experts are chosen by; softmax does not change their order. The least for what is no
     number, and for what is no expert."""
     m_x = o_x < X
-    b_choice = tl.load(logits + o_x, mask=m_x, other=float("-inf"))
+    b_choice = tl.load(logits + o_x, mask=m_x, other=float("-inf"), cache_modifier=".cg")
     if SIGMOID:
         b_choice = tl.sigmoid(b_choice)
     if BIAS:
@@ -62,7 +62,7 @@ def _choose(
     """Op route, without groups: as route/triton_route.py."""
     o_x = tl.arange(0, NONE)
     m_x = o_x < X
-    b_logits = tl.load(logits + o_x, mask=m_x, other=float("-inf"))
+    b_logits = tl.load(logits + o_x, mask=m_x, other=float("-inf"), cache_modifier=".cg")
     b_score = tl.exp(b_logits - tl.max(b_logits, axis=0))
     if SIGMOID:
         b_score = tl.where(m_x, tl.sigmoid(b_logits), 0.0)
@@ -87,7 +87,7 @@ def _choose(
     if SHARED > 0:
         gate = 1.0
         if SHARED_GATE:
-            gate = tl.sigmoid(tl.load(logits + X))
+            gate = tl.sigmoid(tl.load(logits + X, cache_modifier=".cg"))
         o_k = tl.arange(0, K)
         m_k = (o_k >= TOP_K) & (o_k < TOP_K + SHARED)
         tl.store(expert + o_k, X + o_k - TOP_K, mask=m_k)
