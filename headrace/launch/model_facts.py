@@ -20,7 +20,13 @@ from headrace.back.models.cached_layers import (
     kv_heads_of,
     whole_cache_heads,
 )
-from headrace.back.models.encoder_families import ENCODERS, HEADLESS, JUDGES, reserved_positions
+from headrace.back.models.encoder_families import (
+    DECODERS_ALONE,
+    ENCODERS,
+    HEADLESS,
+    JUDGES,
+    reserved_positions,
+)
 from headrace.back.models.families import (
     FALLBACK,
     HEADS,
@@ -281,13 +287,17 @@ def _kv_bytes(
 
 def _text_part(reader: ConfigReader, named: Architecture) -> ConfigReader:
     """The section with the decoder's sizes: text_config where a model has several parts."""
-    if is_encoder_decoder(named) or named.family in JUDGES.values():
+    if is_encoder_decoder(named) or named.family in _HALVES:
         return ConfigReader(decoder_config(reader.raw), reader.where)
     if is_late_vision(reader.raw):
         return ConfigReader(text_config(reader.raw), f"{reader.where}: vlm_config")
     section = next((one for one in map(reader.section, TEXT_SECTIONS) if one is not None), None)
     inside = named.media or "hidden_size" not in reader
     return section if section is not None and inside else reader
+
+
+_HALVES = {*JUDGES.values(), *DECODERS_ALONE.values()}
+"""Families whose config is that of an encoder and a decoder."""
 
 
 def _dtype(reader: ConfigReader, stored: Stored | None) -> str:

@@ -35,6 +35,7 @@ from headrace.back.models.decoder_layer import (
     LayerSpec,
     Stream,
     at_last_tokens,
+    begun,
     tapped,
 )
 from headrace.back.models.families import HEADS, WIDTH
@@ -78,8 +79,7 @@ IGNORED = (r".*\.rotary_emb\.inv_freq", r".*\.rotary_emb\.(cos|sin)_cached")
 @dataclass(frozen=True, kw_only=True)
 class DecoderNames:
     """Where a decoder lies in its checkpoint: all but the output head below `prefix`.
-    `embedding_norm`: the norm of the tokens' embeddings, `norm`: the last norm; None: there is
-    none."""
+    `embedding_norm`: the norm of the tokens' embeddings, `norm`: the last; None: there is none."""
 
     prefix: str = "model"
     embedding: str = "embed_tokens"
@@ -91,9 +91,9 @@ class DecoderNames:
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderSpec:
-    """A whole decoder. `norm` is the kind of all norms of the residual, `last_norm` that of the one
-    behind the layers, `first_norm` that of the one behind the embeddings, where it is another.
-    `positions`: what is added to the embeddings. `layer_inputs`: of the layers' tails.
+    """A whole decoder. `norm` is the kind of all norms of the residual but, where they are others,
+    `first_norm` of the embeddings and `last_norm` behind the layers. `positions`: what is added to
+    the embeddings, with `normed_first` behind their norm. `layer_inputs`: of the layers' tails.
     `draft_layer`: of the head for multi-token prediction, where that is not as the last layer.
     `streams`: of residuals, where there are several, or another width than embeddings have,
     `embedding_width`. `embedding_beside`, `embedding_tables`: see TokenEmbedding. `media_rows`: of
@@ -110,6 +110,7 @@ class DecoderSpec:
     logits_normed: bool = False
     logits_bias: bool = False
     positions: PositionsSpec | None = None
+    normed_first: bool = False
     layer_inputs: LayerInputsSpec | EmbeddingSkipsSpec | None = None
     streams: ResidualStreamsSpec | None = None
     embedding_width: int | None = None
@@ -239,7 +240,7 @@ class Decoder:
         branch_TE = self._positions.lookup(batch.positions_T) if self._positions else None
         stream: Stream = branch_TE, self._embedding.lookup(batch.token_ids_T)
         if self._embedding_norm is not None:
-            stream = None, self._embedding_norm.norm(stream[1])
+            stream = begun(self._embedding_norm, stream, first=self.spec.normed_first)
         encoded = batch.encoded
         if encoded is not None:
             stream = stream[0], encoded.put(stream[1])
@@ -271,8 +272,7 @@ class Decoder:
 
     @property
     def embed(self) -> Embedding:
-        """ids_T -> x_TE, as the layers read them, without adapters: of drafters that share the
-        table."""
+        """ids_T -> x_TE as the layers read them, without adapters: of drafters with this table."""
         return self._table.plain
 
     @property

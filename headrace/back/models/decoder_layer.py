@@ -269,6 +269,15 @@ def handed_on(
     return handed, residual_TE.index_select(0, at_N), after
 
 
+def begun(norm: BlockNorm, stream: Stream, *, first: bool) -> Stream:
+    """What the first layer gets of embeddings that are normed: with what is added to them or, with
+    `first`, before."""
+    branch_TE, x_TE = stream
+    if first:
+        return branch_TE, norm.norm(x_TE)
+    return None, add_norm(norm, branch_TE, x_TE)
+
+
 def at_last_tokens(
     batch: Batch, inputs_LTP: torch.Tensor | None
 ) -> tuple[Batch, torch.Tensor | None]:

@@ -43,6 +43,14 @@ ENCODER_DECODERS: Mapping[str, str] = {
     "VisionEncoderDecoderModel": "vision_encoder_decoder",
 }
 """Architectures whose prompt an encoder reads; their decoder begins with a token of its own."""
+DECODERS_ALONE: Mapping[str, str] = {
+    f"{base}ForCausalLM": "bart_decoder"
+    for base in (
+        *("Bart", "MBart", "Mvp", "PLBart", "Blenderbot", "BlenderbotSmall", "Marian", "Pegasus"),
+        *("BigBirdPegasus", "Whisper", "TrOCR"),
+    )
+}
+"""Their decoders as language models."""
 BIDIRECTIONAL: Mapping[str, str] = {"Gemma3TextModel": "embedding_gemma"}
 """Architectures without a head that are encoders where `use_bidirectional_attention` says so."""
 EMBEDDERS: Mapping[str, tuple[str, str]] = {

@@ -11,6 +11,7 @@ from headrace.back.models import vlm_inside
 from headrace.back.models.dense_families import DENSE
 from headrace.back.models.encoder_families import (
     BIDIRECTIONAL,
+    DECODERS_ALONE,
     EMBEDDERS,
     ENCODER_DECODERS,
     JUDGES,
@@ -89,6 +90,8 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
         return Architecture(family=names[0])
     if names[0] in ENCODER_DECODERS:
         return Architecture(family=ENCODER_DECODERS[names[0]])
+    if names[0] in DECODERS_ALONE:
+        return Architecture(family=DECODERS_ALONE[names[0]])
     if names[0] in JUDGES:
         return Architecture(family=JUDGES[names[0]], head="sequence")
     if names[0] in TAGGERS:

@@ -8,10 +8,6 @@ from dataclasses import dataclass
 
 CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification")
 ENCODERS = ("Model", "ForMaskedLM", *CLASSIFIERS)
-HALVES = (
-    *("Bart", "MBart", "Mvp", "PLBart", "Blenderbot", "BlenderbotSmall", "Marian", "Pegasus"),
-    *("BigBirdPegasus", "Whisper", "TrOCR"),
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,9 +99,9 @@ MISSING = (
         needs="images whose rows stand before the texts of a decoder that it has by itself",
     ),
     Missing(
-        family="decoders of encoder-decoders alone",
-        names=tuple(f"{base}ForCausalLM" for base in (*HALVES, "ProphetNet")),
-        needs="the encoder that they read from: serve the ...ForConditionalGeneration of the two",
+        family="ProphetNet's decoder alone",
+        names=("ProphetNetForCausalLM",),
+        needs="the encoder that it reads from: serve ProphetNetForConditionalGeneration",
     ),
     Missing(
         family="encoder-decoders as classifiers, but for BART, MVP and PLBART",

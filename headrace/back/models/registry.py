@@ -22,6 +22,7 @@ from headrace.back.models.blocks import BuildFamily, Decoder
 from headrace.back.models.control_layer import directions, row_directions
 from headrace.back.models.encoder_families import (
     BIDIRECTIONAL,
+    DECODERS_ALONE,
     EMBEDDERS,
     ENCODER_DECODERS,
     JUDGES,
@@ -55,6 +56,7 @@ NATIVE = {
     *(*ARCHITECTURES.values(), *TEXT_TYPES.values()),
     *(*BIDIRECTIONAL.values(), *WITH_MEDIA.values()),
     *ENCODER_DECODERS.values(),
+    *DECODERS_ALONE.values(),
     *JUDGES.values(),
     *TAGGERS.values(),
     *(family for family, _ in EMBEDDERS.values()),

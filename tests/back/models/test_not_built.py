@@ -49,7 +49,7 @@ def test_the_page_of_models_has_the_table() -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("BartForCausalLM", "it needs the encoder that they read from"),
+        ("ProphetNetForCausalLM", "it needs the encoder that it reads from"),
         ("XLNetLMHeadModel", "it needs attention in both directions over a permutation"),
         ("BltForCausalLM", "it needs patches of bytes"),
     ],
