@@ -115,7 +115,7 @@ test: $(TOOLS)
 # alone. Status 5: this part holds none of what ARGS chooses.
 slow: $(DEV) native $(CROSS) $(EMBEDDER)
 	@echo "==> pytest, the slow tests$(if $(PART), (part $(PART)))"
-	@$(PYTEST) -m "slow or hypothesis" --timeout 1200 --hypothesis-profile=other -n $(WORKERS) --dist worksteal \
+	@$(PYTEST) -m "slow or hypothesis" --timeout 1200 --hypothesis-profile=other $(BESIDE) \
 	  $(if $(PART),--part=$(PART)) $(ARGS) || [ $$? = 5 ]
 	@case "$(PART)" in ""|1/*) echo "==> pytest, one at a time"; \
 	  $(PYTEST) -m serial $(or $(ARGS),$(SERIAL)) || [ $$? = 5 ];; esac

@@ -305,7 +305,12 @@ def test_random_life_keeps_every_invariant(policy: str, overlap: bool, operation
 
 @pytest.mark.parametrize(
     "operations",
-    [6_000, pytest.param(1_000_000, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])],
+    [
+        6_000,
+        pytest.param(
+            1_000_000, marks=[pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1200)]
+        ),
+    ],
 )
 def test_nothing_leaks_in_random_operations(operations: int) -> None:
     life = RandomLife(11, check=False, num_blocks=70, max_step_tokens=24, ageing_steps=10)
