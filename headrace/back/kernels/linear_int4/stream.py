@@ -88,9 +88,13 @@ def unfit_sizes(gemm: Int4Gemm) -> str | None:
 
 
 def by_rows(gemm: Int4Gemm, plan: StreamPlan) -> bool:
-    """Whether triton_rows_int4.py serves: one token times integers in bfloat16."""
-    bfloat = gemm.weight.scales_NBSR.dtype is torch.bfloat16
-    return plan.tokens == 1 and plan.depth > 0 and bfloat and not gemm.weight.floats
+    """Whether triton_rows_int4.py serves: one token, by a plan that asks for it."""
+    return plan.tokens == 1 and plan.depth > 0 and known_by_rows(gemm.weight)
+
+
+def known_by_rows(weight: Int4Weight) -> bool:
+    """Whether triton_rows_int4.py knows a weight's numbers: integers, scales of bfloat16."""
+    return weight.scales_NBSR.dtype is torch.bfloat16 and not weight.floats
 
 
 def _shared_inputs(weight: Int4Weight) -> int:

@@ -82,10 +82,11 @@ BY_ROWS_IN_SMALL_GROUPS = (
 SMALL_GROUPS_BY_ROWS = False
 
 
-def plan_of(tokens: int, *, gated: bool, group: int | None, floats: bool = False) -> StreamPlan:
-    """The plan for a padded number of tokens of a weight with such groups."""
+def plan_of(tokens: int, *, gated: bool, group: int | None, by_rows: bool = True) -> StreamPlan:
+    """The plan for a padded number of tokens of a weight with such groups; `by_rows`:
+    triton_rows_int4.py knows its numbers."""
     if tokens == 1 and group not in (None, BLOCK):
-        if SMALL_GROUPS_BY_ROWS and not floats:
+        if SMALL_GROUPS_BY_ROWS and by_rows:
             return BY_ROWS_IN_SMALL_GROUPS[gated]
         return ONE_IN_SMALL_GROUPS
     for most, both in PLANS.items():
@@ -122,7 +123,9 @@ def bind(
     @cache
     def launch_of(tokens: int) -> stream.Launch:
         gated = problem.activation is not None
-        plan = plan_of(tokens, gated=gated, group=weight.group, floats=weight.floats)
+        plan = plan_of(
+            tokens, gated=gated, group=weight.group, by_rows=stream.known_by_rows(weight)
+        )
         return stream.bind(one if tokens == 1 else several, plan)
 
     def tiles(x_TI: torch.Tensor, y_TY: torch.Tensor) -> None:
@@ -166,7 +169,8 @@ def _streams(problem: LinearInt4Problem, gemm: Int4Gemm) -> bool:
     if problem in _skipped or stream.unfit(gemm) is not None:
         return False
     weight = gemm.weight
-    plan = plan_of(1, gated=bool(gemm.activation), group=weight.group, floats=weight.floats)
+    by_rows = stream.known_by_rows(weight)
+    plan = plan_of(1, gated=bool(gemm.activation), group=weight.group, by_rows=by_rows)
     return stream.shared_bytes(gemm, plan) <= shared_bytes()
 
 
