@@ -108,7 +108,7 @@ def main() -> None:
     found = [document for document in documents(tokenizer, chats) if len(document[0]) <= 4096]
     plain, results, rows = np.zeros(0), {}, []
     names = [name for name in given.only.split(",") if name]
-    if names:
+    if names and given.write:
         kept = json.loads(OUT.read_text())
         assert kept["each"] == given.each, (kept["each"], given.each)
         results = kept["kinds"]
