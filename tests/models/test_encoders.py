@@ -304,6 +304,9 @@ ENCODER_CASES: list[tuple[str, Callable[..., Any]]] = [
     ("OpenAIPrivacyFilterForTokenClassification", narrow("OpenAIPrivacyFilter", **FILTER)),
     ("T5EncoderModel", t5),
     ("UMT5EncoderModel", umt5),
+    ("T5ForTokenClassification", t5),
+    ("MT5ForTokenClassification", t5),
+    ("UMT5ForTokenClassification", umt5),
     ("EmbeddingGemma2TextModel", embedding_gemma2_text),
     ("EmbeddingGemma2Model", embedding_gemma2),
 ]

@@ -73,6 +73,8 @@ SEES_BOTH_SIDES = frozenset(
 """Decoders' names under which `is_causal` may say that each token sees both sides."""
 TAGGERS: Mapping[str, str] = {
     "OpenAIPrivacyFilterForTokenClassification": "openai_privacy_filter",
+    **dict.fromkeys(("T5ForTokenClassification", "MT5ForTokenClassification"), "t5_encoder"),
+    "UMT5ForTokenClassification": "umt5_encoder",
 }
 """Encoders with a head that judges tokens, which have no other."""
 RERANKERS: Mapping[str, tuple[str, bool]] = {

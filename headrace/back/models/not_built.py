@@ -115,10 +115,8 @@ MISSING = (
         needs="a decoder that judges, of this family",
     ),
     Missing(
-        family="T5's encoders as classifiers of tokens",
-        names=tuple(
-            f"{base}ForTokenClassification" for base in ("T5", "MT5", "UMT5", "T5Gemma", "T5Gemma2")
-        ),
+        family="T5Gemma's encoders as classifiers of tokens",
+        names=("T5GemmaForTokenClassification", "T5Gemma2ForTokenClassification"),
         needs="this head on its encoder",
     ),
     Missing(
@@ -129,7 +127,8 @@ MISSING = (
     Missing(
         family="XLNet",
         names=("XLNetLMHeadModel", *_classes("XLNet", ("Model", *CLASSIFIERS))),
-        needs="attention in both directions over a permutation",
+        needs="attention in both directions over a permutation: each new token is judged by vectors "
+        "that read the whole text anew, so that no keys can be kept",
     ),
     Missing(
         family="Reformer",

@@ -10,5 +10,5 @@ from headrace.base.config.hf import ConfigReader
 
 
 def build(scope: Scope, config: ConfigReader) -> Encoder:
-    """UMT5EncoderModel."""
+    """UMT5EncoderModel, UMT5ForTokenClassification."""
     return build_t5_encoder(scope, config, T5Form(scaled=False, shared_bias=False))
