@@ -12,8 +12,11 @@ from transformers.models.gemma3n import modeling_gemma3n
 from headrace.base.wire.media import SoundSteps
 from tests.models.test_hearing import BANDS, LINES, SOUND, TEXT, Case, filled, masks
 from tests.models.vision_cases import GEMMA4_TEXT, GEMMA4_TOWER
+from tests.references.mobilenet_v5 import MobileNetV5Encoder
 
 HALVES = ((3, 2, 1),) * 2
+SEEN, ENDS = SOUND - 1, (SOUND - 2, SOUND + 1)
+"""Of Gemma 3n: what stands for an image, and what ends images and sounds."""
 
 
 def masked_rows(sounds: list[torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -71,8 +74,8 @@ def gemma3n_config() -> Any:
         **{**TEXT, "head_dim": 12, "intermediate_size": [64] * 5, "num_hidden_layers": 5},
         **{"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 8, "laurel_rank": 4},
         **{
-            "vocab_size": 101,
-            "vocab_size_per_layer_input": 99,
+            "vocab_size": SOUND + 3,
+            "vocab_size_per_layer_input": ENDS[0],
             "altup_num_inputs": 2,
             "sliding_window": 7,
         },
@@ -81,31 +84,65 @@ def gemma3n_config() -> Any:
     audio = {
         **{"hidden_size": 32, "conf_num_hidden_layers": 2, "conf_num_attention_heads": 2},
         **{"sscp_conv_channel_size": [6, 4], "conf_conv_kernel_size": 3, "input_feat_size": BANDS},
-        **{"conf_attention_chunk_size": 4, "conf_attention_context_left": 5, "vocab_size": 1},
+        **{"conf_attention_chunk_size": 4, "conf_attention_context_left": 5, "vocab_size": 3},
         **{"conf_attention_logit_cap": 3.0, "vocab_offset": SOUND, "conf_reduction_factor": 2},
     }
     return transformers.Gemma3nConfig(
         text_config=text,
         audio_config=audio,
-        vision_config={"hidden_size": 16, "vocab_size": 1, "vocab_offset": 99},
+        vision_config={
+            **{"hidden_size": 2048, "vocab_size": 2, "vocab_offset": ENDS[0]},
+            **{"model_args": {"channel_multiplier": 0.0625}},
+        },
         audio_token_id=SOUND,
-        image_token_id=99,
+        image_token_id=SEEN,
+        **dict(zip(("eoi_token_id", "eoa_token_id"), ENDS, strict=True)),
         audio_soft_tokens_per_image=9,
     )
 
 
-def without_images(config: Any) -> Any:
-    """Gemma 3n without its tower for images, which timm has."""
+class TimmModel(torch.nn.Module):
+    """transformers' wrapper of timm's MobileNet-V5."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.timm_model = MobileNetV5Encoder(**(config.model_args or {}))
+
+    def forward(self, pixel_values: torch.Tensor, **more: Any) -> Any:
+        return transformers.modeling_outputs.BaseModelOutputWithPooling(
+            last_hidden_state=self.timm_model(pixel_values)
+        )
+
+
+def gemma3n_with_images(config: Any) -> Any:
+    """Gemma 3n, of whose towers that for images is timm's."""
     build = modeling_gemma3n.AutoModel.from_config
 
     def from_config(part: Any, **more: Any) -> Any:
         if part.model_type == config.vision_config.model_type:
-            return torch.nn.Identity()
+            return TimmModel(part)
         return build(part, **more)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(modeling_gemma3n.AutoModel, "from_config", from_config)
-        return transformers.Gemma3nForConditionalGeneration(config)
+        model = transformers.Gemma3nForConditionalGeneration(config)
+    ends = (
+        (config.image_token_id, config.eoi_token_id),
+        (config.audio_token_id, config.eoa_token_id),
+    )
+
+    def with_ends(model: Any, given: Any, named: dict[str, Any]) -> Any:
+        """transformers' prompts have a token of its own where a medium ends, ours one more of its places."""
+        ids = named["input_ids"]
+        if ids.shape[1] > 1:
+            before, ids = ids, ids.clone()
+            behind = torch.cat((before[:, 1:], before.new_zeros(1, 1)), 1)
+            for token, end in ends:
+                ids[(before == token) & (behind != token)] = end
+        return given, {**named, "input_ids": ids}
+
+    model.model.register_forward_pre_hook(with_ends, with_kwargs=True)
+    return model
 
 
 def granite_speech_plus_config() -> Any:
@@ -233,8 +270,8 @@ CASES = {
     "gemma3n": Case(
         config=gemma3n_config,
         model="Gemma3n",
-        oracle=without_images,
-        steps=SoundSteps(chunk=3000, per_chunk=9),
+        oracle=gemma3n_with_images,
+        steps=SoundSteps(chunk=3000, per_chunk=10),
         lengths=(37, 37),
         inputs=masked_rows,
     ),

@@ -1,6 +1,7 @@
-"""Gemma 3n with sound: its decoder behind the conformer of Universal Speech Models, of which every
-fourth position is kept; each sound has as many tokens as half a minute (transformers 5.23,
-modeling_gemma3n.py). Its images are not read: their tower is timm's MobileNetV5."""
+"""Gemma 3n with images (gemma3n_vision.py) and sound: its decoder behind the conformer of Universal
+Speech Models, of which every fourth position is kept; each sound has as many tokens as half a
+minute, and one that ends it, whose row is of a table beside the decoder's (transformers 5.23,
+modeling_gemma3n.py)."""
 
 from __future__ import annotations
 
@@ -14,10 +15,12 @@ from headrace.back.layers.audio.usm import UsmLayer, UsmLayerSpec, UsmNames, nea
 from headrace.back.layers.linear import WholeLinear
 from headrace.back.layers.norm import RMS, RMS_NO_WEIGHT
 from headrace.back.layers.scope import Scope
-from headrace.back.layers.vision.encoder import Grid
+from headrace.back.layers.towers import Towers
+from headrace.back.layers.vision.encoder import Grid, MediaEncoder
 from headrace.back.models import gemma3n
 from headrace.back.models.blocks import Decoder
 from headrace.back.models.families import text_config
+from headrace.back.models.gemma3n_vision import Gemma3nVisionTower, gemma3n_vision_spec
 from headrace.back.models.vision import text_alone, with_media
 from headrace.back.parallel.mesh import Mesh
 from headrace.base.config.hf import ConfigReader
@@ -38,18 +41,23 @@ def build(scope: Scope, config: ConfigReader) -> Decoder:
     """Gemma3nForConditionalGeneration."""
     inside = replace(scope, base_within="model.language_model")
     text = ConfigReader(text_config(config.raw), f"{config.where}: text_config")
-    audio = config.section("audio_config")
-    if audio is None:
-        return text_alone(inside, text, "the checkpoint has no audio tower")
-    spec = _spec(config, audio, text)
-    tower = Gemma3nAudioTower(scope / "model", spec)
-    return with_media(scope, gemma3n.build(inside, text), tower)
+    audio, vision = config.section("audio_config"), config.section("vision_config")
+    towers: list[MediaEncoder] = []
+    if vision is not None:
+        seen = gemma3n_vision_spec(config, vision, text)
+        towers.append(Gemma3nVisionTower(scope / "model", seen))
+    if audio is not None:
+        towers.append(Gemma3nAudioTower(scope / "model", _spec(config, audio, text)))
+    if not towers:
+        return text_alone(inside, text, "the checkpoint has no towers")
+    return with_media(scope, gemma3n.build(inside, text), Towers(*towers))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gemma3nAudioSpec:
     """channels, strides: of both convolutions, along time and bands. kept: every so manieth
-    position. tokens: of each sound; vocabulary: rows of the table whose last fills it up."""
+    position. tokens: of each sound; vocabulary: rows of the table whose last fills it up, and whose
+    `end` ends it."""
 
     bands: int
     channels: tuple[int, int]
@@ -60,6 +68,7 @@ class Gemma3nAudioSpec:
     kept: int
     tokens: int
     vocabulary: int
+    end: int
     outputs: int
 
 
@@ -73,6 +82,10 @@ def _spec(config: ConfigReader, audio: ConfigReader, text: ConfigReader) -> Gemm
     )
     if width % heads:
         raise audio.wrong("conf_num_attention_heads", f"a divisor of hidden_size ({width})")
+    first, count = audio.int("vocab_offset", 262_272, ge=0), audio.int("vocab_size", 128, ge=1)
+    end = config.int("eoa_token_id", 262_272, aliases=("eoa_token_index",), ge=0)
+    if not first <= end < first + count:
+        raise config.wrong("eoa_token_id", f"one of the {count} ids from {first} on")
     left = audio.int("conf_attention_context_left", 13, ge=1)
     right = audio.int("conf_attention_context_right", 0, ge=0)
     layer = UsmLayerSpec(
@@ -100,7 +113,8 @@ def _spec(config: ConfigReader, audio: ConfigReader, text: ConfigReader) -> Gemm
         layers=audio.int("conf_num_hidden_layers", 12, ge=1),
         kept=audio.int("conf_reduction_factor", 4, ge=1),
         tokens=config.int("audio_soft_tokens_per_image", 188, ge=1),
-        vocabulary=audio.int("vocab_size", 128, ge=1),
+        vocabulary=count,
+        end=end - first,
         outputs=text.int("hidden_size", ge=1),
     )
 
@@ -157,16 +171,17 @@ class Gemma3nAudioTower:
                 row_bytes=4 * spec.bands,
                 max_rows=WINDOW,
                 max_t=1,
-                sound=SoundSteps(chunk=WINDOW, per_chunk=spec.tokens),
+                sound=SoundSteps(chunk=WINDOW, per_chunk=spec.tokens + 1),
             ),
         )
         self._weights: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._filling_1E = torch.empty(0)
+        self._filling_1E = self._end_1E = torch.empty(0)
         scope.on_finish(self._finish)
 
     def _finish(self) -> None:
         self._weights = [(kernel.take(), norm.take()) for kernel, norm in self._convolutions]
-        self._filling_1E = self._table.take()[-1:].clone()
+        table = self._table.take()
+        self._filling_1E, self._end_1E = table[-1:].clone(), table[self._spec.end][None].clone()
 
     def encode(self, kind: str, rows_NB: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
         """See MediaEncoder. What a sound is shorter than half a minute is filled up."""
@@ -181,10 +196,12 @@ class Gemma3nAudioTower:
         kept = [one[:: spec.kept][: spec.tokens] for one in x_TE.split(sizes)]
         x_KE = self._soft.norm(torch.cat(kept))
         y_KF = self._led(x_KE)
-        filling_1F = self._led(self._hard.norm(self._filling_1E))
+        filling_1F, end_1F = (
+            self._led(self._hard.norm(one)) for one in (self._filling_1E, self._end_1E)
+        )
         rows = []
         for part in y_KF.split([len(one) for one in kept]):
-            rows += [part, filling_1F.expand(spec.tokens - len(part), -1)]
+            rows += [part, filling_1F.expand(spec.tokens - len(part), -1), end_1F]
         return torch.cat(rows)
 
     def _led(self, x_KE: torch.Tensor) -> torch.Tensor:

@@ -24,6 +24,7 @@ from headrace.front.media.processors.sound_families import (
     LONGEST_OF_GEMMA,
     PLANES,
     audio_section,
+    gemma3n_sound,
     magnitudes_of,
     normalized_mel_of,
 )
@@ -145,6 +146,10 @@ def _gemma4(folder: Path, config: ConfigReader, spec: MediaSpec) -> MediaSpec:
     return _hearing_too(spec, config, sound)
 
 
+def _gemma3n(folder: Path, config: ConfigReader, spec: MediaSpec) -> MediaSpec:
+    return _hearing_too(spec, config, gemma3n_sound(folder, config))
+
+
 def _nemotron(folder: Path, config: ConfigReader, spec: MediaSpec) -> MediaSpec:
     """The frame behind the last whole one is masked, but counted."""
     audio = config.required_section("audio_config", aliases=("sound_config",))
@@ -163,6 +168,7 @@ def _nemotron(folder: Path, config: ConfigReader, spec: MediaSpec) -> MediaSpec:
 SEEING_TOO = {
     "qwen2_5_omni_thinker": _qwen2_5_omni,
     "qwen3_omni_moe_thinker": _qwen3_omni,
+    "gemma3n": _gemma3n,
     "gemma4": _gemma4,
     "minicpmo": _minicpm_o,
     "phi4_multimodal": _phi4,

@@ -200,26 +200,25 @@ def _granite_speech(folder: Path, config: ConfigReader) -> MediaSpec:
     return _audio_only(config, sound)
 
 
-def _gemma3n(folder: Path, config: ConfigReader) -> MediaSpec:
-    """Every sound has as many tokens as the longest; the marks around it are the tokenizer's."""
+def gemma3n_sound(folder: Path, config: ConfigReader) -> SoundSettings:
+    """Every sound has as many tokens as the longest, and the one that ends it, which the tower has;
+    the mark before it is the tokenizer's."""
     keys = extractor_keys(folder)
     begin = config.int("boa_token_id", 256_000, ge=0)
-    end = config.int("eoa_token_id", 262_272, aliases=("eoa_token_index",), ge=0)
     magnitudes = magnitudes_of(
         ConfigReader({"preemphasis": 0.97, "fft_overdrive": True, **keys.raw}, keys.where),
         frame_ms=32.0,
         band_hz=(125.0, 7600.0),
         least=1e-5,
     )
-    sound = SoundSettings(
+    return SoundSettings(
         bands=keys.int("feature_size", 128, ge=1, le=1024),
         most=LONGEST_OF_GEMMA,
         chunk=LONGEST_OF_GEMMA,
-        per_chunk=config.int("audio_soft_tokens_per_image", 188, ge=1, le=16_384),
+        per_chunk=config.int("audio_soft_tokens_per_image", 188, ge=1, le=16_384) + 1,
         magnitudes=msgspec.structs.replace(magnitudes, adds_least=False, lead=0, multiple=128),
-        around=("\n\n" + special_text(folder, begin), special_text(folder, end) + "\n\n"),
+        around=("\n\n" + special_text(folder, begin), "\n\n"),
     )
-    return msgspec.structs.replace(_audio_only(config, sound), joins_newlines=True)
 
 
 def normalized_mel_of(keys: ConfigReader, *, silent_frames: int = 0) -> NormalizedMel:
@@ -357,7 +356,6 @@ HEARING = {
     "granite_speech_plus": _granite_speech,
     "audioflamingo3": _qwen2_audio,
     "glmasr": _glm_asr,
-    "gemma3n": _gemma3n,
     **dict.fromkeys(("parakeet_ctc", "parakeet_rnnt", "parakeet_tdt"), _parakeet_ctc),
     **dict.fromkeys(STREAMING, _parakeet_ctc),
     **dict.fromkeys(("wav2vec2", "hubert", "unispeech", "unispeech-sat", "wavlm"), _wave_ctc),

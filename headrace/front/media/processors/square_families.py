@@ -9,6 +9,7 @@ import msgspec
 from headrace.base.config.hf import ConfigReader
 from headrace.base.config.media import MediaSpec, ProcessorSettings
 from headrace.front.media.processors.cut_families import CheckpointFiles
+from headrace.front.media.processors.files import special_text
 from headrace.front.media.processors.reading import (
     image_only,
     patch_pixels,
@@ -16,6 +17,8 @@ from headrace.front.media.processors.reading import (
     vision_section,
 )
 
+PIXELS = 768
+"""A side of Gemma 3n's images."""
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
@@ -37,6 +40,27 @@ def gemma3(image: ConfigReader, config: ConfigReader) -> MediaSpec:
     mark = config.int("boi_token_index", 255_999, aliases=("boi_token_id",), ge=0)
     spec = image_only("square", settings, config)
     return msgspec.structs.replace(spec, image_mark=mark, joins_newlines=True)
+
+
+def _gemma3n(files: CheckpointFiles) -> MediaSpec:
+    """Behind the places of a square stands the token that ends it, which the tower has."""
+    image, config = files.image, files.config
+    size = image.section("size")
+    for side in ("height", "width"):
+        if size is not None and size.int(side, PIXELS, ge=1) != PIXELS:
+            raise size.wrong(side, str(PIXELS))
+    count = config.int("vision_soft_tokens_per_image", 256, ge=1, le=4096)
+    begin = config.int("boi_token_id", 255_999, aliases=("boi_token_index",), ge=0)
+    settings = ProcessorSettings(
+        patch=48,
+        merge=1,
+        side=PIXELS,
+        resample=image.int("resample", 2, ge=0, le=5),
+        rows_each=count + 1,
+        around=("\n\n" + special_text(files.folder, begin), "\n\n"),
+    )
+    spec = image_only("square", settings, config)
+    return msgspec.structs.replace(spec, joins_newlines=True)
 
 
 def _blip(files: CheckpointFiles) -> MediaSpec:
@@ -123,6 +147,7 @@ def _deepseek_hybrid(files: CheckpointFiles) -> MediaSpec:
 SQUARE_FAMILIES: Mapping[str, Callable[[CheckpointFiles], MediaSpec]] = {
     "blip-2": _blip,
     "gemma3": lambda files: gemma3(files.image, files.config),
+    "gemma3n": _gemma3n,
     "video_llava": _video_llava,
     "deepseek_vl": _deepseek_vl,
     "deepseek_vl_hybrid": _deepseek_hybrid,
