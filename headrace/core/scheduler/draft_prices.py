@@ -127,8 +127,8 @@ class DraftPrices:
             self._run = _Run(rows, drafts)
 
     def _take(self, run: _Run) -> None:
-        if not run.steps:
-            return
+        if not run.steps or (run.steps == 1 and self.measured(run.kind[0])):
+            return  # of one step alone the time says nothing
         (rows, drafting), now = run.kind, self._steps.get(_size_class(run.kind[0]), 0)
         size = _size_class(rows)
         if not drafting:

@@ -27,7 +27,7 @@ from headrace.base.wire.request import EngineRequest
 from headrace.base.wire.step import StepResult, WorkerFacts
 from headrace.core.kv.manager import KVManager
 from headrace.core.request import Request, RowTable
-from headrace.core.scheduler.draft_prices import LEAST, SHARED, DraftPrices
+from headrace.core.scheduler.draft_prices import LEAST, RUN, SHARED, DraftPrices
 from headrace.core.scheduler.plan_builder import (
     DraftStats,
     InFlightStep,
@@ -41,8 +41,8 @@ from headrace.core.scheduler.whole_blocks import WholeBlocks
 KEEP = 0.9  # share of its weight that what became of a row's drafts keeps at its next ones,
 KEEP_ALL = 0.98  # and what became of those of all rows, step by step
 FIRST_CHANCE = 0.8  # that a draft stands, before any was tried
-PROBE_STEPS = 64  # where drafts do not pay, of so many steps one tries them
-LEAST_PROBE_STEPS = 8  # or one of fewer,
+PROBE_RUNS = 64  # where drafts do not pay, of so many runs of steps one tries them
+LEAST_PROBE_RUNS = 8  # or one of fewer,
 PROBE_SHARE = 0.01  # as long as that costs no more than this share of the tokens
 SURE = 5  # measurements of steps with drafts before that; the first may have been held up
 RETRY_STEPS = 16  # and where they pay, of so many one tries rows that have none
@@ -163,10 +163,10 @@ class DraftLengths:
         if not most.any():
             return best
         rows, turn = len(decoding), prices.turn(len(decoding))
-        every = LEAST_PROBE_STEPS
+        every = LEAST_PROBE_RUNS
         if prices.measured(rows) >= SURE:
-            every = min(PROBE_STEPS, max(every, int(prices.price(rows, rows) / PROBE_SHARE)))
-        probe = turn % every == every // 2
+            every = min(PROBE_RUNS, max(every, int(prices.price(rows, rows) / PROBE_SHARE)))
+        probe = turn // RUN % every == every // 2  # steps in a row, which are measured together
         if prices.wants_plain(rows, turn) or (rows == self._unpaid and not probe):
             return best
         chance = self._chances(decoding)
