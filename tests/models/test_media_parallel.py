@@ -14,7 +14,7 @@ from tests.models import test_qwen_vl as qwen
 from tests.models import test_towers as towers
 from tests.models.media import save_media_oracle, scored_by_runner
 from tests.models.media_rank import CHUNK, LONG, many_images_of, prompts_of
-from tests.models.picture_cases_further import CASES as PICTURES
+from tests.models.test_pictures import CASES as PICTURES
 from tests.rank_processes import run_ranks
 
 BOUND = 1e-4
@@ -37,11 +37,17 @@ def test_two_ranks_give_the_logits_of_one(tmp_path: Path) -> None:
                 assert np.abs(ours.numpy() - np.stack(whole)).max() < BOUND, folder.name
 
 
+SPLIT = (
+    "ernie4.5-vl", "cosmos3-edge", "hyperclovax-vision", "llama4", "nemotron-omni", "ovis2",
+    "gemma4",
+)  # fmt: skip
+"""Families that see windows of 2 x 2 patches of any grid; of ERNIE 4.5 VL a step takes two mixtures."""
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_two_ranks_share_experts_of_images(tmp_path: Path) -> None:
-    """ERNIE 4.5 VL, of which a step takes two mixtures; Cosmos 3 Edge beside it."""
-    folders = [tmp_path / name for name in ("ernie4.5-vl", "cosmos3-edge")]
+def test_two_ranks_split_the_decoders_of_further_families(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in SPLIT]
     for folder in folders:
         folder.mkdir()
         config, oracle_class = PICTURES[folder.name].build(folder)
