@@ -150,6 +150,12 @@ class DraftPrices:
         self._extra.setdefault(share, RecentMedian()).add(max(extra, LEAST))
 
 
+def is_probe(turn: int, every: int) -> bool:
+    """Whether this step tries drafts, as one run of `every` does. Runs are measured together; where
+    32 or 64 are `every`, those that try lie right behind plain ones."""
+    return turn // RUN % every == every // 2 + 1
+
+
 def _share_class(rows: int, drafts: float) -> int:
     """Drafts of a row on average, in powers of two."""
     return int(8 * drafts / rows).bit_length()

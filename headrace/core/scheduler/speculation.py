@@ -27,7 +27,7 @@ from headrace.base.wire.request import EngineRequest
 from headrace.base.wire.step import StepResult, WorkerFacts
 from headrace.core.kv.manager import KVManager
 from headrace.core.request import Request, RowTable
-from headrace.core.scheduler.draft_prices import LEAST, RUN, SHARED, DraftPrices
+from headrace.core.scheduler.draft_prices import LEAST, SHARED, DraftPrices, is_probe
 from headrace.core.scheduler.plan_builder import (
     DraftStats,
     InFlightStep,
@@ -166,7 +166,7 @@ class DraftLengths:
         every = LEAST_PROBE_RUNS
         if prices.measured(rows) >= SURE:
             every = min(PROBE_RUNS, max(every, int(prices.price(rows, rows) / PROBE_SHARE)))
-        probe = turn // RUN % every == every // 2  # steps in a row, which are measured together
+        probe = is_probe(turn, every)
         if prices.wants_plain(rows, turn) or (rows == self._unpaid and not probe):
             return best
         chance = self._chances(decoding)

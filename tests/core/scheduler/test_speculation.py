@@ -282,6 +282,14 @@ def test_a_busy_machine_does_not_make_drafts_look_dear(turn: int):
     assert always / SharedDriver(turn).seconds() > 0.9
 
 
+@pytest.mark.parametrize("every", [8, 13, 16, 32, 48, 64])
+def test_steps_that_try_drafts_are_not_those_that_are_to_be_plain(every: int):
+    prices = observed(*[(0, 1.0)] * draft_prices.PLAIN_KNOWN)
+    turns = [turn for turn in range(4096) if draft_prices.is_probe(turn, every)]
+    plain = [turn for turn in turns if prices.wants_plain(4, turn)]
+    assert turns and len(plain) <= len(turns) // 8
+
+
 def test_drafts_that_begin_to_stand_are_noticed():
     copies = NullBehaviour(accepts=lambda request, position: 7 if position > 100 else 0)
     driver = PricedDriver(0.1, 0.0, num_tokens=7)
