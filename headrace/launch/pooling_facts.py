@@ -79,7 +79,8 @@ def as_filed(pooling: PoolingSpec, file: GGUFFile) -> PoolingSpec:
 def _judged(config: ConfigReader) -> str:
     """What an encoder's classifier reads; EuroBERT calls the first token "bos". With a decoder
     behind it that is the last state."""
-    default = "last" if config.bool("is_encoder_decoder", False) else "cls"
+    behind = config.bool("is_encoder_decoder", False) or config.raw.get("summary_type") == "last"
+    default = "last" if behind else "cls"
     stated = config.choice("classifier_pooling", ("cls", "mean", "bos", "last"), default)
     return "cls" if stated == "bos" else stated
 

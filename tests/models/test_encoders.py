@@ -156,6 +156,11 @@ def t5(**more: Any) -> transformers.T5Config:
     return transformers.T5Config(**T5_SIZES, feed_forward_proj="gated-gelu", **more)
 
 
+def xlnet(**more: Any) -> transformers.XLNetConfig:
+    sizes = {"d_model": 32, "n_layer": 2, "n_head": 4, "d_inner": 48, "summary_type": "last"}
+    return transformers.XLNetConfig(vocab_size=SIZES["vocab_size"], **sizes, **more)
+
+
 def umt5(**more: Any) -> transformers.UMT5Config:
     return transformers.UMT5Config(**T5_SIZES | {"relative_attention_max_distance": 128}, **more)
 
@@ -304,6 +309,8 @@ ENCODER_CASES: list[tuple[str, Callable[..., Any]]] = [
     ("OpenAIPrivacyFilterForTokenClassification", narrow("OpenAIPrivacyFilter", **FILTER)),
     ("T5EncoderModel", t5),
     ("UMT5EncoderModel", umt5),
+    ("XLNetModel", xlnet),
+    ("XLNetForTokenClassification", xlnet),
     ("T5ForTokenClassification", t5),
     ("MT5ForTokenClassification", t5),
     ("UMT5ForTokenClassification", umt5),
@@ -386,6 +393,21 @@ def test_hidden_states_and_logits_equal_transformers(
                 torch.testing.assert_close(
                     model.classify(ours), answer.logits[0], atol=1e-4, rtol=1e-4
                 )
+
+
+def test_xlnet_judges_by_the_last_token_which_is_a_segment_of_its_own(tmp_path: Path) -> None:
+    config = xlnet(num_labels=3)
+    oracle, spec = saved(tmp_path, "XLNetForSequenceClassification", config)
+    text, segments = [5, 6, 7, 4, 9, 4, 3], [0, 0, 0, 0, 1, 1, 1]
+    model = loaded(spec)
+    with torch.inference_mode():
+        ours = model.forward(batch_of([text, [8, 9]], [*segments, 0, 0]))
+        types = torch.tensor([[*segments[:-1], 2]])
+        wanted = oracle(torch.tensor([text]), token_type_ids=types).logits
+    torch.testing.assert_close(model.classify(ours[6:7]), wanted, atol=1e-4, rtol=1e-4)
+    reader = ConfigReader(config.to_dict(), "config.json")
+    facts = {"encodes": True, "whole": reader}
+    assert read_pooling(None, reader, "sequence", ("a", "b", "c"), **facts).how == "last"
 
 
 def test_token_types_of_a_pair_reach_bert(tmp_path: Path) -> None:

@@ -62,6 +62,7 @@ EMBEDDERS: Mapping[str, tuple[str, str]] = {
     "T5EncoderModel": ("t5_encoder", ""),
     "MT5EncoderModel": ("t5_encoder", ""),
     "UMT5EncoderModel": ("umt5_encoder", ""),
+    "XLNetModel": ("xlnet", ""),
 }
 """Architectures without a head whose names say that they are encoders, and where the text part
 lies."""
@@ -75,11 +76,13 @@ TAGGERS: Mapping[str, str] = {
     "OpenAIPrivacyFilterForTokenClassification": "openai_privacy_filter",
     **dict.fromkeys(("T5ForTokenClassification", "MT5ForTokenClassification"), "t5_encoder"),
     "UMT5ForTokenClassification": "umt5_encoder",
+    "XLNetForTokenClassification": "xlnet",
 }
 """Encoders with a head that judges tokens, which have no other."""
 RERANKERS: Mapping[str, tuple[str, bool]] = {
     "LlamaBidirectionalForSequenceClassification": ("eurobert", False),
     "JinaBertForSequenceClassification": ("jina_bert", True),
+    "XLNetForSequenceClassification": ("xlnet", False),
 }
 """The same with a head that judges texts, and whether their tensors lack a prefix."""
 TEXT_ENCODERS: Mapping[str, str] = {
@@ -135,7 +138,7 @@ ENCODERS = frozenset(
         *("megatron_bert", "roformer", "xlm_roberta_xl", "roberta_prelayernorm", "data2vec_text"),
         *("frame_labels", "deberta", "mobilebert", "squeezebert", "fnet", "xlm", "luke", "xmod"),
         *("big_bird", "convbert", "jina_bert", "neobert", "llama_nemotron_vl", "ultrabert"),
-        *("esmc", "openai_privacy_filter", "canvas_diffusion"),
+        *("esmc", "openai_privacy_filter", "canvas_diffusion", "xlnet"),
     }
 )
 """Families that attend in both directions: no KV cache, prompts computed whole; no tokens, but for

@@ -51,7 +51,7 @@ def test_the_page_of_models_has_the_table() -> None:
     [
         ("ProphetNetForCausalLM", "it needs the encoder that it reads from"),
         ("XLNetLMHeadModel", "it needs attention in both directions over a permutation"),
-        ("BltForCausalLM", "it needs patches of bytes"),
+        ("ReformerModelWithLMHead", "it needs attention among tokens of one hash"),
     ],
 )
 def test_a_blocked_architecture_is_refused_by_name(name: str, words: str, tmp_path: Path) -> None:
