@@ -49,7 +49,7 @@ MORE_DRAFTS = {"ngram": 6, "suffix": 15}
 DRAFTS = 4
 NOTE = """dflash and pard: 3 items, 3 turns, beside a load of 7 to 20 on two cores. There the first measured steps of dflash said
 that drafts do not pay, which takes five tries, of one run in 64, to be unlearned: more steps than these turns have. In
-two runs of the same code that began otherwise its chats took 2.9 times less.
+two runs that began otherwise its chats took 2.9 times less.
 """
 
 
@@ -190,7 +190,7 @@ def page(result: dict[str, Any]) -> str:
         "over its cost. Bars, of processor time, as the machine had other work: at one stream 2 times for\n"
         "n-grams and 1.4 for the others, and 0.8 of drafting always; at 32 no slower than 0.97 times.\n\n"
         + markdown_table(header, rows)
-        + f"\n{NOTE}\n"
+        + f"\n\n{NOTE}"
     )
 
 
