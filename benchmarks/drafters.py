@@ -47,9 +47,9 @@ BUSY_BAR = 0.97
 """At 32 streams."""
 MORE_DRAFTS = {"ngram": 6, "suffix": 15}
 DRAFTS = 4
-NOTE = """dflash and pard: 3 items, 3 turns, beside a load of 7 to 20 on two cores. There the first measured steps of dflash said
-that drafts do not pay, which takes five tries, of one run in 64, to be unlearned: more steps than these turns have. In
-two runs that began otherwise its chats took 2.9 times less.
+NOTE = """dflash and pard: 3 items, 3 turns, beside a load of 7 to 20 on two cores. There the first measured
+steps of dflash said that drafts do not pay, which takes five tries, of one run in 64, to be unlearned: more
+steps than these turns have. In two runs that began otherwise its chats took 2.9 times less.
 """
 
 
