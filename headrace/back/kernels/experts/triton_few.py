@@ -6,8 +6,8 @@ once; one of the second some outputs of a token, over all of its slots, so that 
 add up. Experts that two tokens share are read twice, the second time most likely from the
 second-level cache.
 
-The second reads its first weights before the first has ended, and asks for the others (into the
-second-level cache): which experts those are was written before the first began (`enter_late`).
+The second reads its first weights before the first has ended: which experts those are was written
+before the first began (`enter_late`).
 
 K slots of a token, E width, I inner size, N outputs of a program, C inputs of a step.
 """
@@ -19,7 +19,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from headrace.back.kernels.experts.triton_experts import gated
-from headrace.back.kernels.triton.grid import enter_late, prefetch
+from headrace.back.kernels.triton.grid import enter_late
 
 
 @triton.jit
@@ -69,11 +69,10 @@ def few_up_kernel(
 @triton.jit
 def few_down_kernel(
     inner, down, bias, expert, weight, y, y_stride, SLOTS: tl.constexpr, E: tl.constexpr,
-    I: tl.constexpr, N: tl.constexpr, C: tl.constexpr, LINES: tl.constexpr, BIAS: tl.constexpr,
-    ABSENT: tl.constexpr, ADD: tl.constexpr, DEPENDENT: tl.constexpr,
+    I: tl.constexpr, N: tl.constexpr, C: tl.constexpr, BIAS: tl.constexpr, ABSENT: tl.constexpr,
+    ADD: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Grid: tiles of outputs, tokens. LINES: at least those of 128 bytes that a row of weights has,
-    which are asked for early, 0: none are. With ADD y is the residual."""
+    """Grid: tiles of outputs, tokens. With ADD y is the residual."""
     i_t = tl.program_id(1).to(tl.int64)
     o_n = tl.program_id(0) * N + tl.arange(0, N)
     o_c = tl.arange(0, C)
@@ -82,15 +81,6 @@ def few_down_kernel(
     m_x = m_n & (i_x >= 0) if ABSENT else m_n
     b_next = _part(down + (i_x * E + o_n)[:, None] * I, m_x, o_c, 0, I, C)
     if DEPENDENT:
-        if LINES > 0:
-            LINE: tl.constexpr = 1024 // down.dtype.element_ty.primitive_bitwidth
-            o_line = tl.minimum(tl.arange(0, LINES) * LINE, I - 1)
-            o_row = tl.minimum(o_n, E - 1)
-            for k in tl.static_range(SLOTS):
-                i_own = tl.load(expert + i_t * SLOTS + k).to(tl.int64)
-                if ABSENT:
-                    i_own = tl.maximum(i_own, 0)
-                prefetch(down + (i_own * E + o_row)[:, None] * I + o_line[None, :])
         gdc_launch_dependents()
         gdc_wait()
     b_y = tl.zeros([N], tl.float32)

@@ -22,14 +22,7 @@ import triton
 
 from headrace.back.kernels.experts.op import Experts, ExpertsProblem, with_absent
 from headrace.back.kernels.op import Kernel, PlanCheck, Sample, random_tensor, sample_generator
-from headrace.back.kernels.triton.wrap import (
-    capability,
-    interpreted,
-    launch,
-    num_sms,
-    power_of_two,
-    unsupported,
-)
+from headrace.back.kernels.triton.wrap import capability, interpreted, launch, num_sms, unsupported
 
 FEW_TOKENS = 2
 """Measured on an H200 with 128 experts of 2048 x 768 and 8 slots, uniform routing: 1 and 2 tokens
@@ -156,14 +149,9 @@ def _run_few(
     n, c, warps = FEW["down"]
     few_down_kernel[(triton.cdiv(problem.width, n), num_tokens)](
         inner_PI, down_XEI, None, expert_TK, weight_TK, y_TE, y_TE.stride(0), N=n, C=c,
-        LINES=early_lines(problem), ADD=residual_TE is not None, num_warps=warps, **sizes, **common,
+        ADD=residual_TE is not None, num_warps=warps, **sizes, **common,
     )  # fmt: skip
     return y_TE
-
-
-def early_lines(problem: ExpertsProblem) -> int:
-    """Lines of 128 bytes of an expert's row of downs, or more."""
-    return power_of_two(triton.cdiv(problem.inner * problem.dtype.itemsize, 128))
 
 
 class Grouped:
