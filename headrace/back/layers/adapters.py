@@ -227,12 +227,9 @@ class AdaptedLinear:
         slots, add = self._slots, self.bound(bind, weight, bias_O)
 
         def project(x_TI: torch.Tensor) -> torch.Tensor:
-            rows_T = slots.rows_T
-            if rows_T is None:
-                return gemm(x_TI)
-            z = add.shrink(x_TI, rows_T)
             y_TO = gemm(x_TI)
-            add.expand(z, y_TO, rows_T)
+            if slots.rows_T is not None:
+                add(x_TI, y_TO, slots.rows_T)
             return y_TO
 
         return project

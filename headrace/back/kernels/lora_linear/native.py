@@ -52,7 +52,7 @@ def bind_with(
             x_TI.stride(0), y_TO.stride(0), code, y_code,
         )  # fmt: skip
 
-    return LoraLinear.at_once(lora_linear)
+    return lora_linear
 
 
 KERNEL = Kernel(

@@ -2,11 +2,9 @@
 in its slot (Hu et al. 2021, "LoRA", section 4.1; many adapters in one product: Chen et al. 2023,
 "Punica").
 
-`bind(problem, weights)` returns `f(x_TI, y_TO, slot_T) -> None`, which changes y in place. It has
-two halves, `shrink(x_TI, slot_T) -> z` and `expand(z, y_TO, slot_T) -> None`: x A^T needs no y, so
-that it can be computed ahead of the layer's own product, whose kernel then reads its weight
-meanwhile. T rows, I inputs, O outputs, S slots, R the most ranks, P parts: outputs that lie side by
-side in y, each with an A of its own (query, key, value).
+`bind(problem, weights)` returns `f(x_TI, y_TO, slot_T) -> None`, which changes y in place. T rows,
+I inputs, O outputs, S slots, R the most ranks, P parts: outputs that lie side by side in y, each
+with an A of its own (query, key, value).
 
     slot_T    int32: 0 leaves the row as it is, s is row s - 1 of the weights
     a_SKI     [S, P * R, I]: the A of part p begins at row p * R
@@ -37,22 +35,7 @@ from headrace.back.kernels.op import (
     sample_generator,
 )
 
-
-@dataclass(frozen=True, kw_only=True)
-class LoraLinear:
-    """See the top of the file. z is whatever `expand` reads."""
-
-    shrink: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-    expand: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
-
-    def __call__(self, x_TI: torch.Tensor, y_TO: torch.Tensor, slot_T: torch.Tensor) -> None:
-        """Both halves."""
-        self.expand(self.shrink(x_TI, slot_T), y_TO, slot_T)
-
-    @classmethod
-    def at_once(cls, add: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]) -> LoraLinear:
-        """One function of x, y and slots: z is x."""
-        return cls(shrink=lambda x_TI, slot_T: x_TI, expand=add)
+LoraLinear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +136,7 @@ def bind_reference(problem: LoraLinearProblem, weights: LoraWeights) -> LoraLine
                 first += size
         y_TO.copy_(sum_TO)
 
-    return LoraLinear.at_once(lora_linear)
+    return lora_linear
 
 
 def sample_weights(problem: LoraLinearProblem) -> LoraWeights:

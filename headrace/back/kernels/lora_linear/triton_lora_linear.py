@@ -4,9 +4,7 @@ y += B z.
 Of few rows each program has one, and a part of its inputs or outputs: rows of one adapter read it
 again from the second-level cache, which costs less than what tiles of such rows lack in programs
 (on an H200 a decode of 32 rows of an 8B model took ten times as long by tiles). Partial sums over
-the inputs are added by whoever expands them. What a program reads of A or B is asked for before it
-waits for the kernel in front of it, by the slot that stands there then: no step writes slots that
-its rows have, and a slot that is written meanwhile (those of experts) costs a request in vain.
+the inputs are added by whoever expands them.
 
 Of many rows a program has a tile and goes over the slots between the least and the greatest among
 them; rows of other slots count as zeros meanwhile. A prompt's tile has one slot.
@@ -15,12 +13,10 @@ them; rows of other slots count as zeros meanwhile. A prompt's tile has one slot
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from headrace.back.kernels.lora_linear.op import (
     LoraLinear,
@@ -29,7 +25,7 @@ from headrace.back.kernels.lora_linear.op import (
     check_weights,
 )
 from headrace.back.kernels.op import Kernel
-from headrace.back.kernels.triton.grid import enter, prefetch
+from headrace.back.kernels.triton.grid import enter
 from headrace.back.kernels.triton.wrap import launch, power_of_two, unsupported
 
 FEW_ROWS = 64
@@ -45,8 +41,6 @@ ROW_OUTPUTS = 512
 OUTPUTS = 128
 """Outputs of a program, of one row and of a tile."""
 INPUTS = 64
-LINE_BYTES = 128
-"""What one prefetch asks for."""
 
 
 @triton.jit
@@ -62,27 +56,15 @@ def shrink_row_kernel(
     INPUTS: tl.constexpr,
     PARTS: tl.constexpr,
     MOST: tl.constexpr,
-    SLOTS: tl.constexpr,
     BR: tl.constexpr,
     BI: tl.constexpr,
-    LINE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Grid (rows, parts * tiles of ranks, splits). LINE: values of a line of the cache."""
+    enter(DEPENDENT)
     i_row = tl.program_id(0)
     i_part = tl.program_id(1) % PARTS
     o_r = tl.program_id(1) // PARTS * BR + tl.arange(0, BR)
     i_split = tl.program_id(2)
-    if DEPENDENT:
-        gdc_launch_dependents()
-        ahead = tl.minimum(tl.load(slots + i_row), SLOTS)
-        if ahead > 0:
-            i_ahead = ((ahead - 1) * PARTS + i_part).to(tl.int64)
-            o_l = tl.minimum(i_split * BI + tl.arange(0, BI // LINE) * LINE, INPUTS - 1)
-            m_a = o_r < tl.load(rank + i_ahead)
-            p_l = a + (i_ahead * MOST + tl.where(m_a, o_r, 0))[:, None] * INPUTS + o_l[None, :]
-            prefetch(p_l)
-        gdc_wait()
     slot = tl.load(slots + i_row)
     if slot > 0:
         i_weight = ((slot - 1) * PARTS + i_part).to(tl.int64)
@@ -114,29 +96,17 @@ def expand_row_kernel(
     PARTS: tl.constexpr,
     MOST: tl.constexpr,
     SPLITS: tl.constexpr,
-    SLOTS: tl.constexpr,
     BS: tl.constexpr,
     BR: tl.constexpr,
     BO: tl.constexpr,
-    LINE: tl.constexpr,
     TURNED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Grid (rows, tiles of outputs). LINE: see shrink."""
+    enter(DEPENDENT)
     i_row = tl.program_id(0)
     i_part = tl.load(tiles + tl.program_id(1) * 3)
-    first = tl.load(tiles + tl.program_id(1) * 3 + 1)
-    o_o = first + tl.arange(0, BO)
+    o_o = tl.load(tiles + tl.program_id(1) * 3 + 1) + tl.arange(0, BO)
     m_o = o_o < tl.load(tiles + tl.program_id(1) * 3 + 2)
-    if DEPENDENT:
-        gdc_launch_dependents()
-        ahead = tl.minimum(tl.load(slots + i_row), SLOTS)
-        if ahead > 0:
-            o_l = tl.minimum(first + tl.arange(0, BO // LINE) * LINE, OUTPUTS - 1)
-            for r in range(0, tl.load(rank + (ahead - 1) * PARTS + i_part), BR):
-                o_j = ((ahead - 1) * MOST + tl.minimum(r + tl.arange(0, BR), MOST - 1)).to(tl.int64)
-                prefetch(b + o_j[:, None] * OUTPUTS + o_l[None, :])
-        gdc_wait()
     slot = tl.load(slots + i_row)
     if slot > 0:
         num_ranks = tl.load(rank + (slot - 1) * PARTS + i_part)
@@ -276,77 +246,57 @@ def bind(problem: LoraLinearProblem, weights: LoraWeights) -> LoraLinear:
     few, many = _by_row(problem, weights), _by_tile(problem, weights)
     most = FEW_ROWS if problem.slots <= TILE_SLOTS else sys.maxsize
 
-    def shrink(x_TI: torch.Tensor, slot_T: torch.Tensor) -> torch.Tensor:
-        assert x_TI.stride(1) == 1, x_TI.stride()
-        if not x_TI.shape[0]:
-            return x_TI
-        return (few if x_TI.shape[0] <= most else many).shrink(x_TI, slot_T)
+    def lora_linear(x_TI: torch.Tensor, y_TO: torch.Tensor, slot_T: torch.Tensor) -> None:
+        assert x_TI.stride(1) == y_TO.stride(1) == 1, (x_TI.stride(), y_TO.stride())
+        if x_TI.shape[0]:
+            (few if x_TI.shape[0] <= most else many)(x_TI, y_TO, slot_T)
 
-    def expand(z: torch.Tensor, y_TO: torch.Tensor, slot_T: torch.Tensor) -> None:
-        assert y_TO.stride(1) == 1, y_TO.stride()
-        if y_TO.shape[0]:
-            (few if y_TO.shape[0] <= most else many).expand(z, y_TO, slot_T)
-
-    return LoraLinear(shrink=shrink, expand=expand)
+    return lora_linear
 
 
 def _by_row(problem: LoraLinearProblem, weights: LoraWeights) -> LoraLinear:
     device, parts, most = weights.a_SKI.device, len(problem.parts), problem.rank
     tiles, turn = _tiles(problem.parts, ROW_OUTPUTS).to(device), weights.turn_S2O
-    inputs = min(SPLIT, power_of_two(problem.inputs, least=LINE_BYTES))
+    inputs = min(SPLIT, power_of_two(problem.inputs, least=16))
     splits = triton.cdiv(problem.inputs, inputs)
-    common: dict[str, Any] = {
-        **{"PARTS": parts, "MOST": most, "SLOTS": problem.slots, "BR": 16, "num_warps": 4},
-        **{"LINE": LINE_BYTES // problem.dtype.itemsize, **launch(device)},
-    }
 
-    def shrink(x_TI: torch.Tensor, slot_T: torch.Tensor) -> torch.Tensor:
+    def by_row(x_TI: torch.Tensor, y_TO: torch.Tensor, slot_T: torch.Tensor) -> None:
         rows = x_TI.shape[0]
         z_STPR = torch.empty((splits, rows, parts, most), dtype=torch.float32, device=device)
+        common = {"PARTS": parts, "MOST": most, "BR": 16, "num_warps": 4, **launch(device)}
         shrink_row_kernel[(rows, parts * triton.cdiv(most, 16), splits)](
             x_TI, slot_T, weights.a_SKI, weights.scale_SP, weights.rank_SP, z_STPR, rows,
             x_TI.stride(0), INPUTS=problem.inputs, BI=inputs, **common,
         )  # fmt: skip
-        return z_STPR
-
-    def expand(z_STPR: torch.Tensor, y_TO: torch.Tensor, slot_T: torch.Tensor) -> None:
-        rows = y_TO.shape[0]
         expand_row_kernel[(rows, len(tiles))](
             z_STPR, slot_T, weights.b_SRO, weights.rank_SP, turn, tiles, y_TO, rows, y_TO.stride(0),
             OUTPUTS=problem.outputs, SPLITS=splits, BS=power_of_two(splits), BO=ROW_OUTPUTS,
             TURNED=problem.turned, **common,
         )  # fmt: skip
 
-    return LoraLinear(shrink=shrink, expand=expand)
+    return by_row
 
 
 def _by_tile(problem: LoraLinearProblem, weights: LoraWeights) -> LoraLinear:
     device, parts, most = weights.a_SKI.device, len(problem.parts), problem.rank
     tiles, turn = _tiles(problem.parts, OUTPUTS).to(device), weights.turn_S2O
     ranks = min(64, power_of_two(most, least=16))
-    common: dict[str, Any] = {
-        **{"PARTS": parts, "MOST": most, "BT": ROWS, "num_warps": 4},
-        **launch(device),
-    }
 
-    def shrink(x_TI: torch.Tensor, slot_T: torch.Tensor) -> torch.Tensor:
+    def by_tile(x_TI: torch.Tensor, y_TO: torch.Tensor, slot_T: torch.Tensor) -> None:
         rows = x_TI.shape[0]
         z_TPR = torch.empty((rows, parts, most), dtype=torch.float32, device=device)
+        common = {"PARTS": parts, "MOST": most, "BT": ROWS, "num_warps": 4, **launch(device)}
         shrink_kernel[(triton.cdiv(rows, ROWS), parts * triton.cdiv(most, ranks))](
             x_TI, slot_T, weights.a_SKI, weights.scale_SP, weights.rank_SP, z_TPR, rows,
             x_TI.stride(0), INPUTS=problem.inputs, BR=ranks, BI=INPUTS, **common,
         )  # fmt: skip
-        return z_TPR
-
-    def expand(z_TPR: torch.Tensor, y_TO: torch.Tensor, slot_T: torch.Tensor) -> None:
-        rows = y_TO.shape[0]
         expand_kernel[(triton.cdiv(rows, ROWS), len(tiles))](
             z_TPR, slot_T, weights.b_SRO, weights.rank_SP, turn, tiles, y_TO, rows, y_TO.stride(0),
             OUTPUTS=problem.outputs, BR=min(32, ranks), BO=OUTPUTS,
             TURNED=problem.turned, **common,
         )  # fmt: skip
 
-    return LoraLinear(shrink=shrink, expand=expand)
+    return by_tile
 
 
 def _tiles(parts: tuple[int, ...], width: int) -> torch.Tensor:
