@@ -49,6 +49,15 @@ def test_a_whole_weight_becomes_the_numbers_of_the_definition(group, minima, out
     assert error(y, dequantize(weight, DTYPE)) <= (1e-3 if interpreted() else 4e-3)
 
 
+@pytest.mark.parametrize("levels", ["e2m1", "nf4", "fp4"])
+def test_levels_become_those_of_the_definition(levels):
+    problem = problem_of(64, 256, group=64, floats=True, levels=levels)
+    weight = op.sample_of(problem, (1,)).weights[0]
+    y = torch.full((64, 256), float("nan"), device=DEVICE, dtype=DTYPE)
+    triton_tiles_int4.dequantize_into(weight, y)
+    assert error(y, dequantize(weight, DTYPE)) <= 4e-3
+
+
 @pytest.mark.parametrize("tokens", [1, 3, 17, 70])
 @pytest.mark.parametrize("group, minima", SCHEMES)
 @pytest.mark.parametrize(

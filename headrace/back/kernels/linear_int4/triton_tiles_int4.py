@@ -23,6 +23,8 @@ MOST_TOKENS = 64
 """Of a program."""
 LOWER = tl.constexpr(1 / LIFT)
 NF4, FP4 = tl.constexpr(LEVELS["nf4"]), tl.constexpr(LEVELS["fp4"])
+FLOATS = {"e2m1": 1, "nf4": 2, "fp4": 3}
+"""What kernels know levels by; 0: integers."""
 
 
 @triton.jit
@@ -83,7 +85,7 @@ def numbers_of(p_words):
 def block_of(
     p_words, p_scales, GROUPS: tl.constexpr, MINIMA: tl.constexpr, FLOATS: tl.constexpr = False
 ):
-    """The weights of a block [64, 128], float32. FLOATS: 0, or the place in LEVELS plus one."""
+    """The weights of a block [64, 128], float32."""
     b_values = numbers_of(p_words)
     b_scales = _spread(p_scales, 128, GROUPS)
     if FLOATS:
@@ -207,7 +209,7 @@ def _constants(weight: Int4Weight) -> dict[str, int | bool]:
         "GROUPS": block_groups(weight.group),
         "WHOLE": weight.group is None,
         "MINIMA": weight.minima,
-        "FLOATS": 1 + list(LEVELS).index(weight.levels) if weight.floats else 0,
+        "FLOATS": FLOATS[weight.levels] if weight.floats else 0,
     }
 
 
