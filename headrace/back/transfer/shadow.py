@@ -56,8 +56,7 @@ class Unit:
 
 class Shadow:
     """The second model of one update. `plan`: what it wants of a checkpoint; `units` in the order
-    in which their work is done. `held`: by parameter (id) the live model's tensor, of committed
-    units that make nothing else of theirs; it may be wider (`Param.as_float`)."""
+    in which their work is done."""
 
     def __init__(self, origin: Origin) -> None:
         ledger = Ledger()
@@ -65,7 +64,8 @@ class Shadow:
         self.plan: WeightPlan = model.weights
         self._model = model
         self.units = _units(ledger, origin.ledger)
-        self.held: dict[int, torch.Tensor] = {}
+        self._kept: dict[int, torch.Tensor] = {}
+        self._remade: set[int] = set()
         if not self.units:
             raise Conflict(
                 "the weights of a model of the transformers fallback cannot be replaced while it is "
@@ -84,9 +84,17 @@ class Shadow:
         storages = {_storage(tensor) for _, tensor in unit.kept}
         if all(_storage(tensor) in storages for tensor in unit.tensors):
             for param, tensor in unit.kept:
-                self.held[id(param)] = _same(places[_storage(tensor)][0], tensor)
+                self._kept[id(param)] = _same(places[_storage(tensor)][0], tensor)
+        else:
+            self._remade.update(map(id, unit.params))
         self._done(unit)
         return num_bytes
+
+    @property
+    def held(self) -> dict[int, torch.Tensor]:
+        """By parameter (id) the live model's tensor, where nothing else was made of it in a
+        committed unit, or in one that holds that; it may be wider (`Param.as_float`)."""
+        return {param: one for param, one in self._kept.items() if param not in self._remade}
 
     def commit_rows(self, unit: Unit, written: Mapping[int, Sequence[Cut]]) -> int:
         """The same of a unit of whose parameters (by id) only some rectangles are there: they alone
