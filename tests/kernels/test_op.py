@@ -202,8 +202,10 @@ def test_where_rows_must_be_invariant_only_kernels_that_say_so_are_taken(op_of: 
     choice = op.choose(3, invariant=True)
     assert choice.kernel is fixed and "depend on the batch" in choice.rejected[0][1]
     assert op.choose(3).kernel.name == "fast" and len(op.choices()) == 2
+    lone = op_of(lone=kernel(reference))
+    assert lone.choose(3, invariant=True, must=False).kernel is lone.reference
     with pytest.raises(ConfigError, match="--deterministic: no kernel of double"):
-        op_of(lone=kernel(reference)).choose(3, invariant=True)
+        lone.choose(3, invariant=True)
 
 
 def test_every_call_of_a_sample_is_compared(op_of: Any) -> None:

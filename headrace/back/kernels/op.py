@@ -154,13 +154,19 @@ class Op(Generic[P]):
         self._failures: dict[tuple[Kernel[P], P], str] = {}
         self._skipped: dict[tuple[Kernel[P], P], dict[str, str]] = {}
 
-    def choose(self, problem: P, *, invariant: bool = False) -> KernelChoice[P]:
+    def choose(self, problem: P, *, invariant: bool = False, must: bool = True) -> KernelChoice[P]:
         """The best kernel that supports the problem and agrees with the reference, of the
-        `invariant` ones if asked; remembered per problem."""
+        `invariant` ones if asked (ConfigError if one `must` serve); remembered per problem."""
         key = problem, invariant
         if key not in self._choices:
             self._choices[key] = self._decide(problem, invariant=invariant)
-        return self._choices[key]
+        choice = self._choices[key]
+        if invariant and must and not choice.kernel.invariant:
+            why = "; ".join(": ".join(one) for one in choice.rejected) or "there is none"
+            what = f"no kernel of {self.name} gives a row the same bits in every batch"
+            text = f"--deterministic: {what} for {problem} ({why})"
+            raise ConfigError(text, field="deterministic")
+        return choice
 
     def choices(self) -> list[KernelChoice[P]]:
         """Every choice made so far in this process, for the table of decisions."""
@@ -261,13 +267,6 @@ class Op(Generic[P]):
                     self.name, problem, kernel, kernel.note(problem), tuple(rejected)
                 )
             rejected.append((_label(target), reason))
-        if invariant and not self.reference.invariant:
-            reasons = "; ".join(f"{name}: {reason}" for name, reason in rejected)
-            raise ConfigError(
-                f"--deterministic: no kernel of {self.name} gives a row the same bits in every batch for {problem}"
-                f" ({reasons or 'there is none'})",
-                field="deterministic",
-            )
         return KernelChoice(self.name, problem, self.reference, "", tuple(rejected))
 
     def _consider(

@@ -377,7 +377,7 @@ class Scope:
     def bind_if_served(self, op: Op[Any], problem: Any, *weights: Any) -> Callable[..., Any] | None:
         """The same for a problem that is only one way to ask: if no kernel serves it, nothing was
         chosen."""
-        choice = op.choose(problem, invariant=self.deterministic)
+        choice = op.choose(problem, invariant=self.deterministic, must=False)
         if choice.kernel is op.reference:
             return None
         self.ledger.choices.append(choice)

@@ -52,7 +52,9 @@ def plain_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Native kernels note addresses when they are bound; those of a GPU are given tensors, as PyTorch is. What is
     chosen here is remembered by nobody, and what was chosen before is not asked."""
 
-    def choose(self: Op[Any], problem: Any, *, invariant: bool = False) -> KernelChoice[Any]:
+    def choose(
+        self: Op[Any], problem: Any, *, invariant: bool = False, **_: bool
+    ) -> KernelChoice[Any]:
         return self._decide(problem, invariant=invariant)
 
     monkeypatch.setattr(Op, "choose", choose)
