@@ -170,7 +170,7 @@ def q4_k(until: float) -> None:
             floor_us = weight.num_bytes / BYTES_PER_S * 1e6
             taken = plan_of_int4(tokens, gated=problem.activation is not None, group=32)
             rows = BY_ROWS if tokens == 1 else ()
-            plans = [taken, *(replace(taken, per_sm=2, **one) for one in rows)]
+            plans = [taken, *(replace(taken, **{"per_sm": 2, **one}) for one in rows)]
             plans += [replace(taken, depth=0, **one) for one in OF_LAYERS]
             for plan in plans:
                 if time.monotonic() > until:
