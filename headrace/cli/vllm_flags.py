@@ -261,7 +261,6 @@ _VLLM: Mapping[str, OtherFlag] = {
     "--disable-sliding-window": refused("a model's windows are part of it", 0),
     "--skip-tokenizer-init": refused("tokens in, tokens out: POST /inference/v1/generate", 0),
     **rows("--tokens-only --enable-scale-out", left_out("/inference/v1/generate is always there")),
-    "--mm-encoder-only": refused("encoders are not served apart", 0),
     "--hf-token": refused("HF_TOKEN in the environment", OPTIONAL),
     **rows(
         "--logits-processors --worker-cls --worker-extension-cls "

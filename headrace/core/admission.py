@@ -318,7 +318,10 @@ def _check_pooling(request: EngineRequest, facts: WorkerFacts) -> None:
     pooling = request.pooling
     if pooling is None:
         if not facts.generates:
-            raise InvalidRequest("the model does not generate text: it embeds or classifies")
+            raise InvalidRequest(
+                "the model does not generate text: it embeds, classifies or, with --mm-encoder-only, "
+                "encodes media for other servers"
+            )
         return
     if request.stop.max_tokens != 0 or request.sampling.prompt_logprobs is not None:
         raise InvalidRequest("a pooled request makes no tokens: max_tokens must be 0")

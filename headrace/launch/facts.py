@@ -18,6 +18,7 @@ from headrace.front.text.tokenizer_files import read_facts
 from headrace.launch.chooser import Chooser
 from headrace.launch.drafters import find_draft
 from headrace.launch.locate import LocatedModel, locate
+from headrace.launch.media_spec import encoding_alone
 from headrace.launch.model_facts import ModelFacts, read_model_facts
 from headrace.launch.resolve import resolve, server_spec, text_spec
 from headrace.launch.resolve_device import MachineFacts
@@ -44,7 +45,7 @@ def resolve_options(options: Options, planned: MachineFacts | None = None) -> Re
 def find_model(options: Options) -> tuple[LocatedModel, ModelFacts]:
     """The model that the options name, and what its files say."""
     located = locate(options.model)
-    facts = read_model_facts(located, family=options.model.family)
+    facts = encoding_alone(options, read_model_facts(located, family=options.model.family))
     return located, msgspec.structs.replace(facts, chat_template=_chat_template(options, facts))
 
 

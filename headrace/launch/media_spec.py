@@ -6,8 +6,9 @@ from pathlib import Path
 
 import msgspec
 
-from headrace.back.models.families import FALLBACK
+from headrace.back.models.families import FALLBACK, TABLE_READERS, TOWERS
 from headrace.base.config.media import MediaSpec
+from headrace.base.config.pooling import PoolingSpec
 from headrace.base.config.tree import MediaCounts, Options
 from headrace.base.errors import ConfigError, MissingDependency
 from headrace.base.optional import available
@@ -26,6 +27,34 @@ def prompt_width(options: Options, model: ModelFacts) -> int:
             field="enable_prompt_embeds",
         )
     return model.hidden_size
+
+
+MOST_ENCODED = 32_768
+"""Tokens of a request to a server that only encodes: what its cache of media holds at a time."""
+MEAN_OF_ROWS = PoolingSpec(how="mean", normalize=False, media_alone=True)
+
+
+def encoding_alone(options: Options, model: ModelFacts) -> ModelFacts:
+    """The facts of a model of which the towers are loaded alone, if that is asked for: it is
+    served as an encoder, whose answers are the mean of what the towers gave. ConfigError where
+    there is no tower before a decoder, or where nobody could find what it gives."""
+    if not options.kv.mm_encoder_only:
+        return model
+    reason = None
+    if model.family == FALLBACK or model.encodes or model.has_encoder or model.head != "lm":
+        reason = f"{model.architecture} is no tower before a decoder that generates text"
+    elif model.media is None or options.model.language_model_only:
+        reason = f"{model.architecture} takes no images, video or sounds here"
+    elif model.family in TABLE_READERS:
+        reason = f"the tower of {model.architecture} reads the decoder's table of tokens"
+    elif options.kv.encoder_cache_path is None:
+        reason = "no --encoder-cache-path is given, where other servers find what is encoded"
+    if reason is not None:
+        raise ConfigError(f"--mm-encoder-only: {reason}", field="mm_encoder_only")
+    longest = min(model.max_model_len, MOST_ENCODED)
+    return msgspec.structs.replace(
+        model, head=TOWERS, encodes=True, pooling=MEAN_OF_ROWS, max_model_len=longest
+    )
 
 
 PRUNING = ("qwen_vl",)

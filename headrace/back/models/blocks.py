@@ -130,7 +130,6 @@ class Decoder:
 
     def __init__(self, scope: Scope, spec: DecoderSpec) -> None:
         names, sizes = spec.names, spec.sizes
-        self.spec = spec
         prefix = scope.base_within or names.prefix
         inside = scope if scope.head.bare else scope / prefix
         self.logits_width = sizes.vocabulary
@@ -139,6 +138,7 @@ class Decoder:
         self._ledger = scope.ledger
         self.adapters, self.directions = scope.adapters, scope.directions
         stage = self._stage = stage_of(scope, spec, lambda at: Decoder(at, spec).weights)
+        self.spec = spec = stage.built(spec)
         self._build_front(scope, inside, spec)
         self._layers: list[Layer] = []
         self.kv_forms: tuple[CacheForm, ...] = ()

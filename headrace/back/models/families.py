@@ -31,6 +31,10 @@ from headrace.base.config.ctc import is_ctc
 from headrace.base.config.two_towers import is_two_towers
 from headrace.base.errors import CheckpointError
 
+TOWERS = "towers"
+"""The head (`ModelSpec.head`) of a model of which the encoders of media are built alone."""
+TABLE_READERS = ("kimia",)
+"""Families whose towers add embeddings of tokens."""
 FALLBACK = "transformers"
 WIDTH = ("n_embd", "n_embed", "d_model", "dim", "emb_dim")
 """What `hidden_size` is called besides."""

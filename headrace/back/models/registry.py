@@ -31,6 +31,7 @@ from headrace.back.models.encoder_families import (
 from headrace.back.models.families import (
     ARCHITECTURES,
     FALLBACK,
+    TOWERS,
     architecture_of,
     family_of,
     text_config,
@@ -133,7 +134,25 @@ def build_model(
     _check_taken(model, spec, scope)
     if spec.prompt_embeds:
         _take_vectors(model, spec, mesh)
+    if spec.head == TOWERS:
+        _leave_towers(model, spec)
     return model
+
+
+def _leave_towers(model: LoadableModel, spec: ModelSpec) -> None:
+    """The model encodes media alone; ConfigError where it has no towers before a decoder."""
+    if not isinstance(model, Decoder) or model.media is None:
+        raise ConfigError(
+            f"--mm-encoder-only: models of family {spec.family} have no towers before a decoder",
+            field="mm_encoder_only",
+        )
+    if any(form.packing is not None and form.packing.marks for form in model.media.forms):
+        raise ConfigError(
+            f"--mm-encoder-only: passes of family {spec.family} give rows of marks too, which no "
+            "file holds",
+            field="mm_encoder_only",
+        )
+    model.state = TOWERS
 
 
 def _take_vectors(model: LoadableModel, spec: ModelSpec, mesh: Mesh) -> None:

@@ -13,13 +13,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import accumulate
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from headrace.back.layers.adapters import AdapterSlots
 from headrace.back.layers.scope import Ledger, Scope
 from headrace.back.models.decoder_layer import DecoderLayerSpec, DecoderSizes, Layer, LayerSpec
+from headrace.back.models.families import TOWERS
 from headrace.back.models.weights import Param, WeightPlan
 from headrace.back.parallel.collectives import Partial
 from headrace.back.parallel.mesh import Axis
@@ -28,6 +29,7 @@ from headrace.back.parallel.stages import layers_of_stages
 from headrace.base.config.resolved import Decision
 from headrace.base.errors import ConfigError
 
+P = TypeVar("P")
 DATA = (bool, int, float, complex, str, bytes, Enum, torch.dtype, re.Pattern)
 
 
@@ -88,12 +90,12 @@ class Stage:
             )
         return writers[-1] if self.is_last else None
 
-    def received(self, width: int, scope: Scope) -> ReceivedResidual:
+    def received(self, width: int, scope: Scope) -> ReceivedResidual | NoEmbeddings:
         """What stands in place of the embeddings."""
         assert self.pipe is not None, "there is no stage before the only one"
         return ReceivedResidual(self.pipe, width, scope.dtype, scope.device)
 
-    def sent(self) -> SentResidual:
+    def sent(self) -> SentResidual | None:
         """What stands in place of the last norm."""
         assert self.pipe is not None, "there is no stage behind the only one"
         return SentResidual(self.pipe)
@@ -104,6 +106,54 @@ class Stage:
         return tuple(
             sorted({re.escape(_module(name)) + ".*" for name in self.whole - ours if _module(name)})
         )
+
+    def built(self, spec: P) -> P:
+        """What of the specification is built but for layers of other stages: all."""
+        return spec
+
+
+class NoEmbeddings:
+    """ids_T -> zeros [T, E], of which an encoder's rows take their places."""
+
+    def __init__(self, width: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._width = width
+        self._new = {"dtype": dtype, "device": device}
+
+    def lookup(self, ids_T: torch.Tensor) -> torch.Tensor:
+        """Whatever the tokens are."""
+        return torch.zeros((ids_T.shape[0], self._width), **self._new)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoStage(Stage):
+    """Nothing of the decoder, of a server that encodes for others: no table of tokens, no layers,
+    norm or head."""
+
+    def last_writer(self, layers: Sequence[Layer]) -> Layer | None:
+        """No layer."""
+        return None
+
+    def received(self, width: int, scope: Scope) -> NoEmbeddings:
+        """What stands in place of the embeddings."""
+        return NoEmbeddings(width, scope.dtype, scope.device)
+
+    def sent(self) -> None:
+        """Nothing stands in place of the last norm."""
+        return
+
+    def others(self, params: Iterable[Param]) -> tuple[str, ...]:
+        """All tensors but those that are read are the decoder's."""
+        return (".*",)
+
+    def built(self, spec: P) -> P:
+        """Without what reads tokens beside the layers."""
+        nothing: Any = {
+            "layers": (),
+            "layer_inputs": None,
+            "streams": None,
+            "embedding_width": None,
+        }
+        return replace(spec, **nothing)  # type: ignore[type-var]  # a frozen dataclass
 
 
 class DecoderParts(Protocol):
@@ -130,6 +180,8 @@ class BuildWhole(Protocol):
 
 def stage_of(scope: Scope, spec: DecoderParts, build: BuildWhole) -> Stage:
     """This rank's stage; ConfigError where the decoder cannot be split as asked."""
+    if scope.head.kind == TOWERS:
+        return NoStage(layers=range(0), is_first=False, is_last=False)
     axis = scope.mesh.pp
     if axis.size == 1:
         return Stage(layers=range(len(spec.layers)))

@@ -15,7 +15,7 @@ from headrace.back.layers.vision.plain_tower import PlainTowerSpec, ProjectorSpe
 from headrace.back.layers.vision.shared_encoder import SharedEncoder
 from headrace.back.models import blocks
 from headrace.back.models.blocks import Decoder
-from headrace.back.models.families import text_config
+from headrace.back.models.families import TOWERS, text_config
 from headrace.back.models.text_parts import TEXT_SECTIONS, TEXT_TYPES
 from headrace.base.config.hf import ConfigReader
 from headrace.base.config.resolved import Decision
@@ -174,7 +174,8 @@ def with_media(
 
 def seeing(scope: Scope, encoder: MediaEncoder) -> MediaEncoder:
     """The encoder as this rank runs it."""
-    kinds = ", ".join(("text", *(form.kind for form in encoder.forms)))
+    text = () if scope.head.kind == TOWERS else ("text",)
+    kinds = ", ".join((*text, *(form.kind for form in encoder.forms)))
     scope.ledger.note(Decision("model.parts", "auto", kinds, "what the checkpoint takes"))
     if not scope.shares_encoder or scope.mesh.tp.size == 1:
         return encoder

@@ -179,6 +179,13 @@ class KVOptions(msgspec.Struct, frozen=True, kw_only=True):
             description="The most that all files in encoder_cache_path may take; what was not used longest goes."
         ),
     ] = "4GiB"
+    mm_encoder_only: Annotated[
+        bool,
+        Meta(
+            description="Load the encoders of images, video and sound alone, no decoder: what requests to /pooling "
+            "carry is encoded into encoder_cache_path, for the servers that answer. No text is generated."
+        ),
+    ] = False
     kv_eviction: Annotated[
         Literal["lru", "lfu"],
         Meta(

@@ -56,7 +56,7 @@ class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):
     token (`how` is "tokens") and compares them one by one. `judge`: the model generates, and was
     trained to say these words (no, yes) of a pair. `projected`: dense layers follow the pooling.
     `leads`: the tokens that end the part of a text that has no share in its mean, in each of the
-    ways in which they are written.
+    ways in which they are written. `media_alone`: nothing reads texts (--mm-encoder-only).
     """
 
     how: str = "last"
@@ -74,3 +74,4 @@ class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):
     ends: tuple[int, int] | None = None
     pair: tuple[str, str] | None = None
     leads: tuple[tuple[str, ...], ...] = ()
+    media_alone: bool = False

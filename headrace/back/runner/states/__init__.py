@@ -20,6 +20,7 @@ from headrace.back.runner.states.recurrent import Recurrent
 from headrace.back.runner.states.seen_inputs import SeenInputs
 from headrace.back.runner.states.segments import Segments
 from headrace.back.runner.states.state import ModelState
+from headrace.back.runner.states.towers import TowersAlone
 
 StateFactory: TypeAlias = Callable[[int, torch.device, KVMemory], ModelState]
 """Makes the state of a runner, from its number of rows, its device and its KV memory."""
@@ -37,8 +38,11 @@ STATES: dict[str, StateFactory] = {
     "sounds": lambda max_rows, device, memory: Sounds(memory, device, max_rows=max_rows),
     "pooled whole": lambda max_rows, device, memory: PooledWhole(max_rows),
     "recurrent": lambda max_rows, device, memory: Recurrent(memory),
+    "towers": lambda max_rows, device, memory: PlainEncoder(),
 }
 """By `CausalModel.state`."""
+_SEEING: dict[str, type[Media]] = {"towers": TowersAlone}
+"""By the same, what stands around it where that is not Media."""
 
 
 def state_of(model: CausalModel, files: FilesFactory | None = None) -> StateFactory:
@@ -55,7 +59,8 @@ def state_of(model: CausalModel, files: FilesFactory | None = None) -> StateFact
             encoder=recorded_encoder(media, graphs_on(device)),
             files=files,
         )
-    return lambda max_rows, device, memory: Media(
+    seeing = _SEEING.get(model.state, Media)
+    return lambda max_rows, device, memory: seeing(
         base(max_rows, device, memory),
         recorded_encoder(media, graphs_on(device)),
         max_rows=max_rows,

@@ -171,7 +171,14 @@ def pooled_sound(
 
 
 def padded(pool_input: PoolInput, spec: PoolingSpec) -> PoolInput:
-    """A text filled up to the length that the model was trained on, if it was."""
+    """A text filled up to the length that the model was trained on, if it was; InvalidRequest for
+    one where nothing reads texts."""
+    if spec.media_alone and not pool_input.media:
+        raise InvalidRequest(
+            "input: text alone is given, and this server encodes images, video and sound only "
+            "(--mm-encoder-only)",
+            field="input",
+        )
     length, token = spec.padded
     missing = length - len(pool_input.ids)
     if pool_input.media or missing <= 0:
