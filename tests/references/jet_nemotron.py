@@ -24,7 +24,7 @@ from tests.references.plain import (
     window,
 )
 
-E, H, K, V, W, RANK = 48, 3, 12, 32, 4, 24
+E, H, K, V, W, RANK = 48, 4, 12, 32, 4, 32
 CONFIG: dict[str, Any] = {
     **{"architectures": ["JetNemotronForCausalLM"], "model_type": "jet_nemotron"},
     **{"vocab_size": 97, "hidden_size": E, "intermediate_size": 40, "num_hidden_layers": 4},

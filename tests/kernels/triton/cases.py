@@ -1053,7 +1053,7 @@ NEVER = {
     "fp8 quantized": {"cuda:80"},
     "experts mxfp8": _NO_FP8,
     "experts fp8": _NO_FP8,
-    "linear fp8": {"hip:gfx942", "hip:gfx950", "hip:gfx1100", "hip:gfx1201"},
+    "linear fp8": _NO_FP8,
 }
 """Targets that lack what kernels with these words in their title need, as their `supports` says."""
 
