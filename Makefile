@@ -142,7 +142,7 @@ leg:
 test-gpu:
 	@python3 -c 'import msgspec, pytest, safetensors, torch, xdist; print("torch", torch.__version__, "CUDA", torch.cuda.is_available())'
 	@python3 -m pytest -p no:cacheprovider -p no:benchmark -m gpu -n $(GPU_WORKERS) --dist worksteal \
-	  --durations=20 tests/kernels/triton $$(grep -rlE "mark.gpu|test_cuda import .*DEVICES" tests --include="test_*.py") $(ARGS)
+	  --durations=20 tests/kernels/triton $$(grep -rlE "mark.gpu|ONE_GPU|test_cuda import .*DEVICES" tests --include="test_*.py") $(ARGS)
 
 # PEERS, PEER_PYTHON and LLAMA_SERVER name the other engines' files, interpreter and server, if there are any.
 bench-cpu: $(RUN) native-here

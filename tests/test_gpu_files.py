@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-WORDS = re.compile(r"mark.gpu|test_cuda import .*DEVICES")
+WORDS = re.compile(r"mark.gpu|ONE_GPU|test_cuda import .*DEVICES")
 """Of a file with tests for GPUs, as `make test-gpu` looks for them."""
 LACKING = (
     *("anthropic", "cohere", "gguf", "grpc_tools", "hypothesis", "jsonschema", "openai"),
