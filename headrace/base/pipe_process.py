@@ -16,8 +16,10 @@ from typing import Generic, Protocol, TypeVar
 
 from headrace.base import env
 from headrace.base.errors import InvalidRequest, Unavailable
+from headrace.base.process_age import processor_s
 from headrace.base.process_stop import stop_of
 
+START_S = 60.0
 _SET_PIPE_SIZE = 1031
 _PIPE_BYTES = 1 << 20
 # The C library reserves 64 MiB of addresses for each thread, and libraries start as many threads
@@ -89,6 +91,20 @@ class PipeProcess:
             for part in parts:
                 self._input.write(part)
             self._input.flush()
+
+    def read_first(self, size: int) -> bytearray:
+        """Exactly so many bytes, the first reply: waits as long as the process starts, which takes
+        long where many others run. TimeoutError if it does not by START_S of processor time, or
+        got none within START_S; EOFError if it ended."""
+        poller = select.poll()
+        poller.register(self.output, select.POLLIN)
+        before = -1.0
+        while not poller.poll(START_S * 1000):
+            used = processor_s(self._process.pid)
+            if used == before or used > START_S:
+                raise TimeoutError
+            before = used
+        return self.read(size, time.monotonic() + START_S)
 
     def read(self, size: int, deadline: float) -> bytearray:
         """Exactly so many bytes. TimeoutError at `deadline` of the monotonic clock, EOFError if the

@@ -1,4 +1,5 @@
-"""How long this process has been running, for reports about start-up time."""
+"""How long this process has been running, for reports about start-up time; how much of that
+processes got a processor."""
 
 from __future__ import annotations
 
@@ -18,6 +19,21 @@ def process_age_s() -> float:
         import psutil
 
         return time.time() - psutil.Process().create_time()
-    after_name = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    made_at = int(after_name[19]) / os.sysconf("SC_CLK_TCK")  # field 22 of proc_pid_stat(5)
+    (made_at,) = _stat_s("self", 22)
     return time.clock_gettime(time.CLOCK_BOOTTIME) - made_at
+
+
+def processor_s(pid: int) -> float:
+    """Seconds of processor time that a child of this process has used, to a hundredth; OSError
+    if it is gone, which it is not before it was waited for."""
+    if sys.platform != "linux":
+        import psutil
+
+        return sum(psutil.Process(pid).cpu_times()[:2])
+    return sum(_stat_s(pid, 14, 15))
+
+
+def _stat_s(pid: int | str, *fields: int) -> list[float]:
+    """Times in /proc/PID/stat, by their numbers in proc_pid_stat(5), in seconds."""
+    after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return [int(after_name[field - 3]) / os.sysconf("SC_CLK_TCK") for field in fields]

@@ -18,12 +18,11 @@ import msgspec
 import numpy as np
 
 from headrace.base.errors import EngineError, HeadraceError, InvalidRequest, Unavailable
-from headrace.base.pipe_process import PipeProcess
+from headrace.base.pipe_process import START_S, PipeProcess
 from headrace.base.wire.codec import HEADER, Codec
 from headrace.base.wire.grammar import Node, Vocabulary
 from headrace.core.grammar.backends import make_backend
 
-START_S = 60.0
 NICENESS = 5
 """Whoever streams goes first: as many sandboxes as there are processors, busy with hostile
 grammars, took turns with the engine."""
@@ -73,7 +72,8 @@ class CompileSandbox:
         """Comes before all else. EngineError if it does not."""
         try:
             self._send(begin)
-            self._receive(time.monotonic() + START_S)
+            (size,) = HEADER.unpack(self._child.read_first(HEADER.size))
+            self._child.read(size, time.monotonic() + START_S)
         except (OSError, EOFError, TimeoutError):
             self.close()
             raise EngineError("the process that tries grammars does not start") from None

@@ -20,7 +20,6 @@ from headrace.base.pipe_process import PipeProcess, ProcessPool
 from headrace.front.media.job import LENGTHS, DecodingLimits, JobReply, MediaJob, MediumReply
 from headrace.front.media.processing import ProcessedMedia, TowerInput
 
-_START_S = 60.0
 _SLACK_S = 2.0
 
 
@@ -52,7 +51,7 @@ class _MediaProcess:
         self._child = PipeProcess("-m", "headrace.front.media.worker", *bounds)
         self._child.widen()
         with contextlib.suppress(EOFError, TimeoutError):
-            if self._child.read(1, time.monotonic() + _START_S) == b"!":
+            if self._child.read_first(1) == b"!":
                 return
         self.close()
         raise EngineError("the media process does not start")

@@ -27,7 +27,7 @@ from typing import Any
 import msgspec
 
 from headrace.base.errors import EngineError, HeadraceError, InvalidRequest, Unavailable
-from headrace.base.pipe_process import PipeProcess
+from headrace.base.pipe_process import START_S, PipeProcess
 
 PATIENCE_S = 0.5
 PIPE_BYTES = 60_000
@@ -35,7 +35,6 @@ PIPE_BYTES = 60_000
 _READ_BYTES = 1 << 18
 _LENGTH = struct.Struct("<I")
 _SCRIPT = Path(__file__).with_name("template_worker.py")
-_START_S = 60.0
 _MAX_SOURCES = 32
 _Answer = asyncio.Future[dict[str, Any] | None]
 
@@ -108,7 +107,7 @@ class TemplatePool:
         try:
             if worker is None or not worker.alive:
                 worker = Worker(limits)
-            limit_s = _START_S if variables is None else limits.seconds
+            limit_s = START_S if variables is None else limits.seconds
             return worker.ask(source, worker.frame(source, variables), limit_s)
         except BaseException:
             if worker is not None:
@@ -126,7 +125,7 @@ class Worker:
         bounds = [str(each) for each in (limits.memory_bytes, limits.max_chars, limits.seconds + 1)]
         self._child = PipeProcess("-P", "-X", "utf8", str(_SCRIPT), *bounds)
         self._sources: dict[str, int] = {}
-        if self._child.read(1, time.monotonic() + _START_S) != b"!":
+        if self._child.read_first(1) != b"!":
             self.close()
             raise EngineError("the chat template process does not start")
 
@@ -148,7 +147,7 @@ class Worker:
         if source not in self._sources:
             request["source"] = source
         if variables is None:
-            request["limit_s"] = _START_S + 1
+            request["limit_s"] = START_S + 1
         body = json.dumps(request).encode()
         return _LENGTH.pack(len(body)) + body
 

@@ -58,8 +58,9 @@ def encoder() -> Encode:
 
 @cache
 def shared_hook(backend: str) -> GrammarHook:
-    """One compiler for all tests of a process: starting its own processes is what takes time."""
-    limits = CompileLimits(threads=1)
+    """One compiler for all tests of a process: starting its own processes is what takes time. On a machine of many
+    others a grammar may take longer than a server would wait."""
+    limits = CompileLimits(threads=1, seconds=60.0)
     return GrammarHook(vocabulary, backend=backend, limits=limits, encoder=encoder)
 
 

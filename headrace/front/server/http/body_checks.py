@@ -32,7 +32,6 @@ MANY_MARKS = 32 * 1024
 LIMIT_S = 10.0
 PATIENCE = 3
 """Seconds waited for each of processor time that a body may take: beside others it is slower."""
-_START_S = 60.0
 
 
 class BodyChecks:
@@ -69,7 +68,7 @@ class _BodyProcess:
         self._child = PipeProcess("-m", "headrace.front.server.http.body_worker", str(limit_s))
         self._child.widen()
         with contextlib.suppress(EOFError, TimeoutError):
-            if self._child.read(1, time.monotonic() + _START_S) == READY:
+            if self._child.read_first(1) == READY:
                 return
         self.close()
         raise EngineError("the process that reads large bodies does not start")
