@@ -8,6 +8,7 @@ from headrace.back.models.pooling_families import GRITLM
 
 DENSE: Mapping[str, str] = {
     "LlamaForCausalLM": "llama",
+    "BltForCausalLM": "blt",
     "Emu3ForCausalLM": "emu3",
     "DiffLlamaForCausalLM": "diffllama",
     "YoutuForCausalLM": "youtu",

@@ -288,6 +288,26 @@ def _llada_moe(config: ConfigReader) -> Keys:
     return {"intermediate_size": config.int("expert_intermediate_size", ge=1)}
 
 
+def _blt(config: ConfigReader) -> Keys:
+    """Sizes are those of the global layers; all layers of the four parts keep caches."""
+    parts = [
+        part
+        for name in ("patcher_config", "encoder_config", "global_config", "decoder_config")
+        if (part := config.section(name)) is not None
+    ]
+    whole = config.section("global_config")
+    if whole is None or len(parts) < 4:
+        raise config.wrong("architectures", "one whose four parts have a section of sizes each")
+    heads, width = whole.int("num_attention_heads", ge=1), whole.int("hidden_size", ge=1)
+    return {
+        "num_hidden_layers": sum(part.int("num_hidden_layers", ge=1) for part in parts),
+        "hidden_size": width,
+        "num_attention_heads": heads,
+        "num_key_value_heads": whole.int("num_key_value_heads", heads, ge=1),
+        "intermediate_size": whole.int("intermediate_size", 8 * width // 3, ge=1),
+    }
+
+
 def _talkie(config: ConfigReader) -> Keys:
     """Keys of the first checkpoint, and of those converted from it."""
     names = {
@@ -322,6 +342,7 @@ DENSE_KEYS: Mapping[str, Callable[[ConfigReader], Keys]] = {
     "BitnetForCausalLM": _bitnet,
     "OLMoForCausalLM": _olmo,
     "TalkieForCausalLM": _talkie,
+    "BltForCausalLM": _blt,
     "LLaDAModelLM": _llada,
     "LLaDAMoEModelLM": _llada_moe,
     "RWForCausalLM": _refined_web,

@@ -50,11 +50,6 @@ MISSING = (
         needs="blocks written from random tokens, with a pass of an encoder over each",
     ),
     Missing(
-        family="BLT",
-        names=("BltForCausalLM",),
-        needs="caches of bytes and of patches, whose ends another model's entropy decides",
-    ),
-    Missing(
         family="others that see, by vLLM's list",
         names=(
             *("BeeForConditionalGeneration", "ChameleonForConditionalGeneration"),

@@ -42,7 +42,7 @@ MOST_BLOCKS = 128
 SMALL_SLAB = 32 << 20
 ALIGNMENT = 16
 """Bytes: what a TMA descriptor asks of addresses and strides."""
-KIND_ORDER = ("full", "latent", "window", "chunked", "cross", "state")
+KIND_ORDER = ("full", "latent", "patches", "window", "chunked", "cross", "state")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -116,6 +116,23 @@ class BlockwiseKind(FullKind):
         return self.num_blocks(tokens) - done // self._block_tokens
 
 
+class PatchKind(FullKind):
+    """Full attention among patches of a text's bytes (BLT): the n-th patch lies where the n-th byte
+    does, long after the block of that byte is full. So no other request can begin behind it.
+    """
+
+    shares = False
+
+    @staticmethod
+    def of(group: KVGroup, *, block_tokens: int, spare_blocks: int) -> PatchKind:
+        """The rules of this group."""
+        return PatchKind(block_tokens)
+
+    def longest_hit(self, is_cached: Callable[[int], bool], end: int) -> int:
+        """None: a text is always read from its first byte."""
+        return 0
+
+
 class WindowKind:
     """Sliding-window attention: a query at position p reads positions p-W+1 .. p, so that older
     blocks are given back.
@@ -322,6 +339,7 @@ KINDS: dict[str, Callable[..., CacheKind]] = {
     "full": FullKind.of,
     BLOCKWISE: BlockwiseKind.of,
     "latent": FullKind.of,
+    "patches": PatchKind.of,
     "window": WindowKind.of,
     "chunked": ChunkedKind.of,
     "cross": CrossKind.of,
