@@ -48,12 +48,16 @@ class Sequence:
 
 
 class Driver:
-    """Writes plans for a set of sequences. `plan` decides nothing: the caller names who runs how many tokens."""
+    """Writes plans for a set of sequences. `plan` decides nothing: the caller names who runs how many tokens.
+
+    Every block has a slab for itself, of which it is the last one: where groups cut slabs differently, blocks of other
+    ids lie in the same memory. Recurrent state has no blocks."""
 
     def __init__(self, facts: WorkerFacts) -> None:
         self.facts = facts
+        self.groups = [group for group in facts.groups if group.kind != "state"]
         self.free_rows = list(range(facts.max_rows))[::-1]
-        self.free_blocks = list(range(1, facts.num_blocks))[::-1]
+        self.free_slabs = list(range(1, facts.num_blocks))[::-1]
         self.ends: list[int] = []
         self.step = 0
         self.inflight: dict[int, list[tuple[Sequence, bool]]] = {}
@@ -80,7 +84,8 @@ class Driver:
         assert sequence.unknown == 0
         self.ends.append(sequence.row)
         self.free_rows.append(sequence.row)
-        self.free_blocks.extend(block for group in sequence.blocks for block in group)
+        for group, blocks in zip(self.groups, sequence.blocks, strict=True):
+            self.free_slabs.extend(block // group.blocks_per_slab for block in blocks)
         sequence.row, sequence.num_computed, sequence.started = -1, 0, False
         sequence.blocks = []
 
@@ -140,7 +145,7 @@ class Driver:
 
     def _start(self, sequence: Sequence) -> RowStart:
         sequence.row, sequence.started = self.free_rows.pop(), True
-        sequence.blocks = [[] for _ in self.facts.groups]
+        sequence.blocks = [[] for _ in self.groups]
         return RowStart(
             row=sequence.row,
             request=sequence.request,
@@ -153,10 +158,11 @@ class Driver:
 
     def _grow(self, sequence: Sequence, length: int) -> list[tuple[int, int, int, int]]:
         updates = []
-        for group, blocks in enumerate(sequence.blocks):
-            while len(blocks) * self.facts.block_tokens < length:
-                block = self.free_blocks.pop()
-                updates.append((group, sequence.row, len(blocks), block))
+        for index, group in enumerate(self.groups):
+            blocks, tokens = sequence.blocks[index], self.facts.block_tokens * group.block_ratio
+            while len(blocks) * tokens < length:
+                block = (self.free_slabs.pop() + 1) * group.blocks_per_slab - 1
+                updates.append((index, sequence.row, len(blocks), block))
                 blocks.append(block)
         return updates
 

@@ -15,7 +15,7 @@ import transformers
 from msgspec.structs import replace
 from packaging.version import Version
 
-from headrace.back.executor.inline import InlineExecutor
+from headrace.back.executor.choose import make_executor
 from headrace.back.kernels.native.library import NativeLibrary, load
 from headrace.base.config.resolved import (
     DeviceSpec,
@@ -99,6 +99,7 @@ def engine(
     speculation: SpeculationSpec | None = None,
     device: str = "cpu",
     budget: int = BLOCK,
+    ranks: int = 1,
     **kv: Any,
 ) -> EngineCore:
     model = replace(model_spec(folder, max_model_len=longest), deterministic=deterministic)
@@ -107,9 +108,14 @@ def engine(
         speculation=speculation,
         kv=KVSpec(block_tokens=BLOCK, prefix_caching=True, **(kv or {"memory_bytes": 1 << 22})),
         scheduler=SchedulerSpec(max_step_tokens=budget, max_running=4),
-        device=DeviceSpec(device=device, executor="inline", threads=1),
+        device=DeviceSpec(
+            device=device,
+            executor="inline" if ranks == 1 else "processes",
+            threads=1,
+            tensor_parallel=ranks,
+        ),
     )
-    return EngineCore(spec, InlineExecutor(spec))
+    return EngineCore(spec, make_executor(spec))
 
 
 def prompts_of(*lengths: int) -> list[list[int]]:

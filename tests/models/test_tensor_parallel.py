@@ -17,7 +17,9 @@ from headrace.base.errors import ConfigError
 from tests.models.oracle import BLOCK_TOKENS, load_ours, model_spec, save_oracle
 from tests.models.paged import random_rows, teacher_forced
 from tests.models.tensor_parallel_rank import LENGTHS, WHOLE_EXPERTS
+from tests.models.test_mixture import answers, greedy
 from tests.models.test_parity import CASES, compare, tiny_config
+from tests.models.test_recurrent import engine, prompts_of
 from tests.rank_processes import run_ranks
 
 pytestmark = pytest.mark.long  # not the last
@@ -117,6 +119,20 @@ def test_ranks_give_the_logits_of_one(count: int, others: Container[str], tmp_pa
     """REG-057: gpt-oss has experts with biases, of which one rank alone adds those of the downs.
     REG-049, of Qwen3-Next."""
     compare_ranks([name for name in NAMES if name not in others], count, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", ["minimax-m3", "deepseek-v3.2", "deepseek-v4", "qwen4"])
+def test_two_ranks_decode_what_transformers_does(name: str, tmp_path: Path) -> None:
+    """The whole engine, at first and behind what it knows. An indexer's keys are not split as KV heads are: blocks of
+    a rank's groups have other bytes than those of one rank, and a slab is cut otherwise."""
+    oracle, core = save_oracle(configuration(name, 2), tmp_path), engine(tmp_path, ranks=2)
+    prompts = dict(enumerate(prompts_of(41, 23, 14), start=1))
+    expected = {id: greedy(oracle, prompt) for id, prompt in prompts.items()}
+    assert answers(core, prompts) == (expected, 0)
+    assert answers(core, prompts) == (expected, 32 + 16)
+    core.close()
 
 
 MIXTURES = (
