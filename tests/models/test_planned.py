@@ -39,6 +39,7 @@ BY_PYTORCH = (
     *("LongformerModel", "LongformerForSequenceClassification"),
     *("DebertaForSequenceClassification", "DebertaForTokenClassification"),
     *("FNetForSequenceClassification", "OpenAIPrivacyFilterForTokenClassification"),
+    *("XLNetModel", "XLNetForTokenClassification", "XLNetForSequenceClassification"),
 )
 """Their mixers are PyTorch's operations."""
 
